@@ -26,7 +26,7 @@ from pccl import (
 )
 from pccl.data import Ledger
 from pccl.diloco.averaging import Averager, Handle, Votes
-from pccl.diloco.model import Buffers, Replica
+from pccl.diloco.model import Buffers, InnerState, Replica
 from pccl.diloco.outer import OuterState, Radial
 from pccl.diloco.settings import Outliers, WeightBy
 from pccl.diloco.stats import Meter, Work, gather_row
@@ -338,6 +338,7 @@ class Exchange:
     ledger: LedgerHooks
     _replica: Replica
     _quarantine: Quarantine | None
+    _inner: InnerState
     _radial: Radial | None
     _lock: AbstractContextManager[object]  # of the thread that calls `measure` and `rebase`
     _moves: list[torch.Tensor] = field(default_factory=list)  # of the buffers
@@ -434,7 +435,9 @@ class Exchange:
             factor = float(self._replica.all(_are_finite(progress)))
             if not factor:
                 _log.error(
-                    "the pseudo-gradient of this peer is not finite: it is excluded from this mean"
+                    "the pseudo-gradient of this peer is not finite: it is excluded from this "
+                    "mean; look for the cause in its data, its learning rate or its device%s",
+                    self._inner.fault(),
                 )
         self.weight.excluded = factor == 0
         if factor == 0:
@@ -607,7 +610,7 @@ class Quarantine:
             )
         return tuple(names)
 
-    def check(self) -> None:
+    def check(self, inner: InnerState) -> None:
         """Ends this peer's membership, with KickedError, if it was excluded too often."""
         number = extension.member(self._comm).number
         if self._times[number] >= self._rounds:
@@ -616,7 +619,8 @@ class Quarantine:
                 Result.INVALID_ARGUMENT,
                 "DiLoCo.step",
                 f"quarantine: in {self._rounds} rounds in a row this peer's pseudo-gradient was "
-                f"{self._why}; look for the cause in its data, its device or its inner optimizer",
+                f"{self._why}; look for the cause in its data, its device or its inner optimizer"
+                f"{inner.fault()}",
             )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -403,6 +404,19 @@ class InnerState:
         """The parameters, by their numbers in a state."""
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
+    def fault(self) -> str:
+        """If the state is not finite, how to go on, for the end of an error; else empty."""
+        names: list[str] = []
+        with suppress(RuntimeError):  # with mode="decoupled", another thread may add to the state
+            names = sorted({*_not_finite(self._optimizer.state_dict())})
+        if not names:
+            return ""
+        return (
+            f"; the state of its inner optimizer is not finite either ({', '.join(names)}), "
+            "and will spoil the next rounds, too: clear it, as optimizer.state.clear() does with "
+            "torch's own optimizers, or restart this peer"
+        )
+
     def fill(self) -> None:
         """Creates, as a load target, the state that an optimizer has only after its first step."""
         if self._optimizer.state:
@@ -473,6 +487,16 @@ class InnerState:
         if not is_sharded(parameter) or is_sharded(value) or value.shape != parameter.shape:
             return value
         return self.replica.joint(parameter, self.replica.part(parameter, value))
+
+
+def _not_finite(state: Mapping[Any, Any]) -> Iterator[str]:
+    """The names of the tensors in nested dicts that are not finite."""
+    for name, value in state.items():
+        if isinstance(value, dict):
+            yield from _not_finite(value)
+        elif torch.is_tensor(value) and value.is_floating_point():
+            if not local(value).float().isfinite().all():
+                yield str(name)
 
 
 def _with_keys(state: Any, key: Callable[[Any], Any]) -> Any:

@@ -340,9 +340,9 @@ class DiLoCo:
             self._quarantine = Quarantine(
                 self._comm, replica, settings.quarantine, settings.outliers
             )
+        self._inner = InnerState(self._optimizer, replica)
         self._exchanges = self._exchanges_of(model, named)
         self._schedule = self._schedule_of()
-        self._inner = InnerState(self._optimizer, replica)
         self._checkpoint = Checkpoint(
             self._config,
             self._frozen,
@@ -382,6 +382,7 @@ class DiLoCo:
                 self._ledger,
                 self._replica,
                 self._quarantine,
+                self._inner,
                 Radial(fragment, [id(named[i][1]) in plain for i in group]) if radial else None,
                 self._lock,
             )
@@ -677,7 +678,7 @@ class DiLoCo:
             self._begin_round()
         self._logged(report)
         if self._quarantine is not None:
-            self._quarantine.check()
+            self._quarantine.check(self._inner)
         return report
 
     def _met(self) -> OuterRound | None:

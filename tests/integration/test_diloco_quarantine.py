@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch")
 from training.small import DEADLINE_S, Model, N, make, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
+from pccl.diloco import DiLoCo  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0, "min_peers": 3, "quarantine": 2}
@@ -82,6 +84,43 @@ def test_without_quarantine_a_nan_costs_its_peer_alone(
     for number, (_, flat, _) in enumerate(ends):
         assert torch.isfinite(flat).all() or (mode == "decoupled" and number == 1)
     assert "the pseudo-gradient of this peer is not finite" in caplog.text
+
+
+@pytest.mark.parametrize("quarantine", [None, 2])
+def test_the_state_of_the_inner_optimizer_is_named(
+    address: str, quarantine: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays NaN when the model is that of the others again, until it is cleared."""
+
+    def body(number: int) -> Callable[[], Any]:
+        def run() -> Any:
+            model = Model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+            with pccl.Communicator(address) as comm:
+                options = {**PLAIN, "min_peers": 2, "alone": "step", "quarantine": quarantine}
+                diloco = DiLoCo(comm, model, optimizer, inner_steps=1, **options)  # type: ignore[arg-type]
+                for k in range(4):
+                    model.move(math.nan if (number, k) == (1, 1) else 1.0)
+                    if (number, k) == (1, 3):
+                        optimizer.state.clear()
+                    diloco.step()
+                return diloco.state_digest()
+
+        return run
+
+    named = r"not finite.*the state of its inner optimizer .*\(momentum_buffer\).*clear\(\)"
+
+    def bad() -> Any:
+        if quarantine is None:
+            return body(1)()
+        with pytest.raises(pccl.KickedError, match=named):
+            body(1)()
+
+    ours, theirs = together(body(0), bad)
+    if quarantine is None:
+        assert ours == theirs
+        errors = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
+        assert len(errors) == 2 and all(re.search(named, error) for error in errors), errors
 
 
 @pytest.mark.parametrize("quarantine", [None, 2])
