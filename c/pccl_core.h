@@ -497,6 +497,7 @@ enum pccl_collective {
     PCCL_ALL_REDUCE = 1, PCCL_REDUCE_SCATTER = 2, PCCL_ALL_GATHER = 3, PCCL_BROADCAST = 4,
     PCCL_REDUCE = 5
 };
+enum { PCCL_COLLECTIVES_N = 5 }; /* number of these */
 
 /* How the data of an ALL_REDUCE travels (THE RING, ONE-SHOT, TWO STAGES). */
 enum pccl_algorithm { PCCL_RING = 0, PCCL_ONE_SHOT = 1, PCCL_TWO_STAGE = 2 };

@@ -11,11 +11,10 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 from pccl.support import duration_text
+from pccl.types import TRAITS, CollectiveKind
 
 BUSY = 0.8  # a link or processor that is busy for at least this share of the time is the limit
 NEGLIGIBLE = 0.03  # smaller shares of the time are omitted
-# times around the ring until the first bytes are everywhere
-LAPS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1, "reduce": 1}
 # called with metrics by name and the number of the step, as are wandb.log and Lightning's loggers
 LogMetrics: TypeAlias = Callable[[dict[str, Any], int], object]
 
@@ -248,7 +247,7 @@ def _data(samples: Sequence[Sample], link: LinkFacts | None) -> Iterator[Part]:
     if not moving_s or samples[0].small:
         return
     steps_s = 0.0
-    if link is not None and (laps := LAPS.get(samples[0].what)):
+    if link is not None and (laps := TRAITS[CollectiveKind(samples[0].what)].laps):
         steps = laps * (samples[0].members - 1)
         steps_s = min(moving_s, steps * link.rtt_s / 2)
         trip = duration_text(link.rtt_s)

@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import ArgumentError, error_for
 from pccl.protocol import messages as m
-from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.ring import checksum
 from pccl.runtime.client.memory import Operand, Operands, fingerprint, nothing
 from pccl.tensors import (
@@ -34,7 +33,15 @@ from pccl.tensors import (
     pair,
     same_kind,
 )
-from pccl.types import DataType, OpName, QuantizationName, QuantizationOptions, ReduceOp, Result
+from pccl.types import (
+    CollectiveKind,
+    DataType,
+    OpName,
+    QuantizationName,
+    QuantizationOptions,
+    ReduceOp,
+    Result,
+)
 
 Arrays: TypeAlias = (
     "Array | Exporter | Sequence[Array | Exporter] | Mapping[str, Array] | Mapping[str, Exporter]"

@@ -6,8 +6,9 @@ Names, values and argument orders are those of `pypccl` 1.0.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -44,6 +45,55 @@ class ReduceOp(Enum):
     PROD = 2
     MAX = 3
     MIN = 4
+
+
+class CollectiveKind(StrEnum):
+    """The kind of a collective; the value is the API call's name."""
+
+    __hash__ = str.__hash__  # equal to its text; Enum's own hash runs in Python, which is slow
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    ALL_TO_ALL = "all_to_all"
+    SEND = "send"  # from one member to another one, which calls recv
+    BARRIER = "barrier"
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """The properties of a kind of collective."""
+
+    inline: bool = False  # the master may reduce it: its data travels with the votes
+    reduces: bool = False
+    rooted: bool = False
+    exchange: bool = False  # moves rows from member to member, not around rings
+    every_hop: bool = False  # its data uses every hop of the rings
+    laps: int = 0  # times around the ring until the first bytes are everywhere
+    # bytes on a link of the ring per byte that each of n members gives, as nccl-tests counts them
+    link_bytes: Callable[[int], float] = lambda n: 0
+
+
+TRAITS = {
+    CollectiveKind.ALL_REDUCE: Traits(
+        inline=True, reduces=True, every_hop=True, laps=2, link_bytes=lambda n: 2 * (n - 1) / n
+    ),
+    CollectiveKind.REDUCE_SCATTER: Traits(
+        reduces=True, every_hop=True, laps=1, link_bytes=lambda n: n - 1
+    ),
+    CollectiveKind.ALL_GATHER: Traits(every_hop=True, laps=1, link_bytes=lambda n: n - 1),
+    CollectiveKind.BROADCAST: Traits(rooted=True, laps=1, link_bytes=lambda n: 1),
+    CollectiveKind.REDUCE: Traits(reduces=True, rooted=True, laps=1, link_bytes=lambda n: 1),
+    CollectiveKind.GATHER: Traits(rooted=True, exchange=True),
+    CollectiveKind.SCATTER: Traits(rooted=True, exchange=True),
+    CollectiveKind.ALL_TO_ALL: Traits(exchange=True, every_hop=True),
+    CollectiveKind.SEND: Traits(exchange=True),
+    CollectiveKind.BARRIER: Traits(inline=True),
+}
 
 
 class Attribute(Enum):

@@ -5,21 +5,17 @@
 
 #include <string.h>
 
-static const enum pccl_collective WHATS[] = {PCCL_ALL_REDUCE, PCCL_REDUCE_SCATTER, PCCL_ALL_GATHER,
-                                             PCCL_BROADCAST, PCCL_REDUCE};
-enum { WHATS_N = sizeof WHATS / sizeof *WHATS };
-
 static struct peers peers;
 
-static struct job make_job(enum pccl_collective what, uint64_t count, bool in_place)
+static struct job make_job(int what, uint64_t count, bool in_place)
 {
     struct job job = job_plain(count, in_place);
-    job.what = what;
+    job.what = (enum pccl_collective)what;
     return job;
 }
 
 /* Arrays of several types and sizes, one of them empty. */
-static struct job make_list(enum pccl_collective what, uint64_t count, bool in_place)
+static struct job make_list(int what, uint64_t count, bool in_place)
 {
     struct job job = make_job(what, count, in_place);
     static const int dtypes[] = {PCCL_F32, PCCL_U8, PCCL_F64, PCCL_BF16};
@@ -33,10 +29,10 @@ static struct job make_list(enum pccl_collective what, uint64_t count, bool in_p
 }
 
 /* Many small arrays. If buffers have one slice, a chunk spans several of them. */
-static struct job make_crowd(enum pccl_collective what, uint64_t count, bool in_place)
+static struct job make_crowd(int what, uint64_t count, bool in_place)
 {
     struct job job = job_crowd(count, in_place);
-    job.what = what;
+    job.what = (enum pccl_collective)what;
     job.alternating = count % 2 == 0;
     return job;
 }
@@ -75,17 +71,17 @@ static void test_sizes(void)
     static const int ns[] = {1, 2, 3, 5, 8};
     uint64_t seed = 1;
     int what, i, j, in_place;
-    for (what = 0; what < WHATS_N; what++)
+    for (what = 1; what <= PCCL_COLLECTIVES_N; what++)
         for (i = 0; i < 5; i++) {
             uint64_t n = (uint64_t)ns[i];
             uint64_t counts[] = {0, 1, n - 1, n + 1, 63, 64, 65, 997, 64 * n + 1};
             for (j = 0; j < 9; j++)
                 for (in_place = 0; in_place < 2; in_place++) {
-                    struct job job = make_job(WHATS[what], counts[j], in_place);
+                    struct job job = make_job(what, counts[j], in_place);
                     run_one(&job, ns[i], seed++, 1);
-                    job = make_list(WHATS[what], counts[j], in_place);
+                    job = make_list(what, counts[j], in_place);
                     run_one(&job, ns[i], seed++, 1);
-                    job = make_crowd(WHATS[what], counts[j], in_place);
+                    job = make_crowd(what, counts[j], in_place);
                     job.chunk_bytes = seed % 3 ? 1024 : 256;
                     run_one(&job, ns[i], seed++, 1);
                 }
@@ -95,10 +91,10 @@ static void test_sizes(void)
 static void test_types(void)
 {
     int what, dtype, redop;
-    for (what = 0; what < WHATS_N; what++)
+    for (what = 1; what <= PCCL_COLLECTIVES_N; what++)
         for (dtype = PCCL_U8; dtype <= PCCL_F64; dtype++)
             for (redop = PCCL_SUM; redop <= PCCL_MIN; redop++) {
-                struct job job = make_job(WHATS[what], 400, dtype % 2);
+                struct job job = make_job(what, 400, dtype % 2);
                 job.dtype = dtype;
                 job.redop = redop;
                 run_one(&job, 3, (uint64_t)(dtype * 5 + redop + 1), 1);
@@ -110,12 +106,12 @@ static void test_two_rings(void)
 {
     uint64_t seed;
     int what;
-    for (what = 0; what < WHATS_N; what++)
+    for (what = 1; what <= PCCL_COLLECTIVES_N; what++)
         for (seed = 1; seed <= 12; seed++) {
-            struct job job = make_list(WHATS[what], 3000 + seed, seed % 2);
+            struct job job = make_list(what, 3000 + seed, seed % 2);
             job.chunk_bytes = 512;
             run_one(&job, 2 + (int)(seed % 4), seed, 2);
-            job = make_crowd(WHATS[what], seed * 50, seed % 2);
+            job = make_crowd(what, seed * 50, seed % 2);
             job.chunk_bytes = 512;
             run_one(&job, 2 + (int)(seed % 4), seed, 2);
         }
@@ -164,12 +160,12 @@ static void test_early_chunks(void)
 {
     uint64_t seed;
     int what, n;
-    for (what = 0; what < WHATS_N; what++)
+    for (what = 1; what <= PCCL_COLLECTIVES_N; what++)
         for (seed = 1; seed <= 24; seed++) {
-            struct job job = seed % 8 < 4 ? make_list(WHATS[what], seed % 7 * 150, seed % 2)
-                                          : make_crowd(WHATS[what], seed % 7 * 50, seed % 2);
+            struct job job = seed % 8 < 4 ? make_list(what, seed % 7 * 150, seed % 2)
+                                          : make_crowd(what, seed % 7 * 50, seed % 2);
             n = 2 + (int)(seed % 4);
-            if (WHATS[what] == PCCL_ALL_GATHER && seed % 2)
+            if (what == PCCL_ALL_GATHER && seed % 2)
                 make_unlike(&job, seed);
             job.root = (uint32_t)(seed / 4 % (uint64_t)n);
             job.chunk_bytes = seed % 3 ? 4096 : 256;
@@ -218,12 +214,12 @@ static void abort_anywhere(struct job job, bool cut)
 static void test_aborts(void)
 {
     int what, in_place, cut;
-    for (what = 0; what < WHATS_N; what++)
+    for (what = 1; what <= PCCL_COLLECTIVES_N; what++)
         for (in_place = 0; in_place < 2; in_place++)
             for (cut = 0; cut < 2; cut++) {
-                abort_anywhere(make_job(WHATS[what], 2000, in_place), cut);
-                abort_anywhere(make_list(WHATS[what], 1500, in_place), cut);
-                abort_anywhere(make_crowd(WHATS[what], 300, in_place), cut);
+                abort_anywhere(make_job(what, 2000, in_place), cut);
+                abort_anywhere(make_list(what, 1500, in_place), cut);
+                abort_anywhere(make_crowd(what, 300, in_place), cut);
             }
     for (in_place = 0; in_place < 2; in_place++) {
         struct job job = make_list(PCCL_ALL_GATHER, 12, in_place);
@@ -235,10 +231,11 @@ static void test_aborts(void)
 /* Payload bytes in and out of each position, for 4 peers and slices of 64 floats. */
 static void test_byte_counts(void)
 {
-    static const uint64_t slices[WHATS_N][2] = {{6, 6}, {12, 12}, {12, 12}, {4, 4}, {4, 4}};
+    static const uint64_t slices[PCCL_COLLECTIVES_N][2] = {
+        {6, 6}, {12, 12}, {12, 12}, {4, 4}, {4, 4}};
     int what, i;
-    for (what = 0; what < WHATS_N; what++) {
-        struct job job = make_job(WHATS[what], 256, true);
+    for (what = 1; what <= PCCL_COLLECTIVES_N; what++) {
+        struct job job = make_job(what, 256, true);
         job.root = 3;
         job_make(&job, 4);
         job_open(&peers, &job, 3);
@@ -247,10 +244,10 @@ static void test_byte_counts(void)
         CHECK(job_commit(&peers, &job));
         for (i = 0; i < 4; i++) {
             const pccl_event *event = peers_last_event(&peers, i, job.op);
-            int first = WHATS[what] == PCCL_BROADCAST ? 3 : WHATS[what] == PCCL_REDUCE ? 0 : -1;
-            int last = WHATS[what] == PCCL_BROADCAST ? 2 : WHATS[what] == PCCL_REDUCE ? 3 : -1;
-            CHECK(event->tx_bytes == (i == last ? 0 : slices[what][0] * 256));
-            CHECK(event->rx_bytes == (i == first ? 0 : slices[what][1] * 256));
+            int first = what == PCCL_BROADCAST ? 3 : what == PCCL_REDUCE ? 0 : -1;
+            int last = what == PCCL_BROADCAST ? 2 : what == PCCL_REDUCE ? 3 : -1;
+            CHECK(event->tx_bytes == (i == last ? 0 : slices[what - 1][0] * 256));
+            CHECK(event->rx_bytes == (i == first ? 0 : slices[what - 1][1] * 256));
             CHECK(pccl_engine_dropped(peers.peer[i].engine) == 0);
         }
         job_close(&peers, &job);

@@ -22,7 +22,7 @@ static void step_some(void)
 static struct job draw(uint64_t seed, int *n)
 {
     struct job job = job_plain(seed % 9 * 170 + seed % 3, seed % 2);
-    job.what = (enum pccl_collective)(PCCL_ALL_REDUCE + seed % 5);
+    job.what = (enum pccl_collective)(1 + seed % PCCL_COLLECTIVES_N);
     job.eager = true;
     job.chunk_bytes = seed % 3 ? 4096 : 256;
     *n = 2 + (int)(seed / 5 % 4);

@@ -145,7 +145,7 @@ static void make_jobs(void)
         struct job job = {0};
         job.op = job.tag = (uint64_t)i + 1;
         job.seq = (uint64_t)i + 10;
-        job.what = (enum pccl_collective)(PCCL_ALL_REDUCE + fake_random(4));
+        job.what = (enum pccl_collective)(1 + fake_random(PCCL_COLLECTIVES_N));
         job.root = (uint32_t)fake_random(N);
         job.dtype = PCCL_F32;
         job.redop = PCCL_SUM;

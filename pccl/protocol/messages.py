@@ -14,7 +14,7 @@ data carries the nonce of its call.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar, Union, dataclass_transform
 
 import msgspec
@@ -23,34 +23,7 @@ from msgspec.structs import replace
 
 from pccl.support import ADVERTISED_MAX, address_text
 from pccl.tensors import described
-from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
-
-
-class CollectiveKind(StrEnum):
-    """The kind of a collective; the value is the API call's name."""
-
-    __hash__ = str.__hash__  # equal to its text; Enum's own hash runs in Python, which is slow
-
-    ALL_REDUCE = "all_reduce"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_GATHER = "all_gather"
-    BROADCAST = "broadcast"
-    REDUCE = "reduce"
-    GATHER = "gather"
-    SCATTER = "scatter"
-    ALL_TO_ALL = "all_to_all"
-    SEND = "send"  # from one member to another one, which calls recv
-    BARRIER = "barrier"
-
-
-def _kinds(names: str) -> frozenset[CollectiveKind]:
-    return frozenset(map(CollectiveKind, names.split()))
-
-
-INLINE = _kinds("all_reduce barrier")  # the master may reduce these: data travels with the votes
-REDUCING = _kinds("all_reduce reduce_scatter reduce")
-ROOTED = _kinds("broadcast reduce gather scatter")
-EXCHANGES = _kinds("gather scatter all_to_all send")  # rows move from member to member
+from pccl.types import TRAITS, CollectiveKind, DataType, QuantizationAlgorithm, ReduceOp
 
 _DTYPE_NAMES = {dtype.value: dtype.common_name for dtype in DataType}
 _OP_NAMES = {op.value: op.name.lower() for op in ReduceOp}
@@ -312,9 +285,9 @@ class Spec(Value):
         if self.rows:
             more = ", ..." if len(self.rows) > _ROWS_SHOWN else ""
             words.append(f"times {', '.join(map(str, self.rows[:_ROWS_SHOWN]))}{more} rows")
-        if self.what in REDUCING:
+        if TRAITS[self.what].reduces:
             words.append(_named(_OP_NAMES, self.redop, "op"))
-        if self.what in ROOTED:
+        if TRAITS[self.what].rooted:
             words.append(f"root {self.root}")
         if self.algorithm:
             quantized = "quantized by " + _named(_ALGORITHM_NAMES, self.algorithm, "algorithm")

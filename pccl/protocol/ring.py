@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 
 from pccl.protocol import reach
-from pccl.protocol.messages import CollectiveKind, PeerInfo, Ring, Spec
+from pccl.protocol.messages import PeerInfo, Ring, Spec
 from pccl.protocol.topology import EXACT_MAX, Hop, exact, hops
+from pccl.types import CollectiveKind
 
 ALIGNMENT = 64  # elements; shares, segments and chunks begin at its multiples (c/pccl_core.h)
 BARRED = 1 << 20  # the cost of a hop to avoid at any price

@@ -16,17 +16,13 @@ from msgspec.structs import replace
 
 from pccl.protocol import reach
 from pccl.protocol.messages import (
-    EXCHANGES,
-    INLINE,
     INLINE_BYTES_MAX,
-    REDUCING,
-    CollectiveKind,
     Plan,
     Ring,
     Spec,
 )
 from pccl.protocol.ring import checksum, span
-from pccl.types import DataType, ReduceOp
+from pccl.types import TRAITS, CollectiveKind, DataType, ReduceOp
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -151,7 +147,7 @@ def _inline(spec: Spec, conditions: Conditions) -> tuple[Spec, bool]:
     If this depends on the number of members, the spec has the number that the voter knows. So votes
     with different numbers do not match, and the voters try again.
     """
-    if spec.what not in INLINE or spec.parts:
+    if not TRAITS[spec.what].inline or spec.parts:
         return spec, False
     nbytes, most = spec.count * _ITEM_BYTES.get(spec.dtype, 1), conditions.settings.inline_bytes
     if most is not None:
@@ -165,7 +161,7 @@ def _inline(spec: Spec, conditions: Conditions) -> tuple[Spec, bool]:
 def _algorithm(spec: Spec, conditions: Conditions) -> Algorithm:
     if spec.what == CollectiveKind.SEND:
         return Algorithm.PAIR
-    if spec.what in EXCHANGES:
+    if TRAITS[spec.what].exchange:
         return Algorithm.EXCHANGE
     if _is_one_shot(spec, conditions):
         return Algorithm.ONE_SHOT
@@ -199,14 +195,14 @@ def _is_two_stage(spec: Spec, conditions: Conditions) -> bool:
 
 def _may_be_eager(spec: Spec, rings: tuple[Ring, ...]) -> bool:
     """True if each member has data of its own for its successor, and the caller knows the ranks."""
-    if not rings or spec.what in EXCHANGES or spec.what == CollectiveKind.BARRIER:
+    if not rings or TRAITS[spec.what].exchange or spec.what == CollectiveKind.BARRIER:
         return False
     order = rings[0].order
     return spec.members in (0, len(order)) and spec.ring in (0, checksum(order))
 
 
 def _sums_wide(spec: Spec) -> bool:
-    if spec.redop != ReduceOp.AVG.value or spec.what not in REDUCING:
+    if spec.redop != ReduceOp.AVG.value or not TRAITS[spec.what].reduces:
         return False
     return any(part.dtype in _INTEGERS for part in spec.parts or (spec,))
 

@@ -91,7 +91,7 @@ def test_data_that_waits_with_a_vote_counts_as_memory() -> None:
         (m.Spec("all_reduce", 5, 10, 2), ONE),
         (m.Spec("all_reduce", 0, 99, 2), ONE),
         (m.Spec("all_reduce", 0, 10, (1 << 62) + 2), ONE),
-        (m.Spec("something", 0, 10, 2), ONE),
+        (m.Spec("broadcast", 0, 10, 2), ONE),
     ],
 )
 def test_a_contribution_that_cannot_be_drops_its_peer(work: m.Spec, data: bytes) -> None:

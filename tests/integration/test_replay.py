@@ -18,8 +18,9 @@ from pccl.protocol.master.effects import Effect
 from pccl.runtime import limits
 from pccl.runtime.inline_collectives import combine
 from pccl.runtime.server.eventlog import EventLog, read
+from pccl.types import CollectiveKind
 
-WORK = m.Spec(m.CollectiveKind.ALL_REDUCE, 0, 10, 1000)
+WORK = m.Spec(CollectiveKind.ALL_REDUCE, 0, 10, 1000)
 BEGAN = inputs.Began(7, None, None)
 CALL = "all_reduce(1000 elements of float32, sum) with tag 3"
 

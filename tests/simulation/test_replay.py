@@ -23,6 +23,7 @@ from pccl.protocol.master.eventlog import (
     difference,
     refill,
 )
+from pccl.types import CollectiveKind
 
 SEEDS = 20
 DIALS = 52  # a seed whose master dials a peer
@@ -202,7 +203,7 @@ def test_a_record_has_no_payload_no_key_and_no_number_of_the_run() -> None:
     info = m.PeerInfo(1, 0, "h", 7, "", "m", CURVE)
     hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 7, "", "m", b"", CURVE, "PASSWORD")
     small = (m.Small(5, 0, (1, 2), secret),)
-    work = m.Spec(m.CollectiveKind.ALL_REDUCE, 0, 10, 2)
+    work = m.Spec(CollectiveKind.ALL_REDUCE, 0, 10, 2)
     resume = m.Resume(
         3, "1", b"", run, info, (info,), 1, 1, m.Done(), (), (), small, (), "PASSWORD"
     )

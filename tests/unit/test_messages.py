@@ -15,6 +15,7 @@ import pccl
 from pccl import operands
 from pccl.protocol import messages as m
 from pccl.support import ADVERTISED_MAX
+from pccl.types import CollectiveKind
 
 PARTS = (m.Part(10, 6, "w", "2x3/1,2"), m.Part(3, 1))
 PACKAGE = m.Package(3, 2, b"c" * 16, 9, b"h" * 16, 1 << 40, b"b" * 16)
@@ -82,7 +83,7 @@ def test_hashes_have_one_length_and_peers_a_limited_number_of_hosts(more: int) -
 
 
 def test_what_the_text_of_a_collective_says() -> None:
-    quantized = m.Spec(m.CollectiveKind.ALL_REDUCE, 0, 10, 7, 1, 0)
+    quantized = m.Spec(CollectiveKind.ALL_REDUCE, 0, 10, 7, 1, 0)
     assert str(quantized) == "all_reduce(7 elements of float32, sum, quantized by MIN_MAX to uint8)"
     assert str(m.Part(10, 6)) == "a tensor of 6 elements of float32"
     assert str(PARTS[0]).startswith("w of 6 elements of float32")
@@ -90,7 +91,7 @@ def test_what_the_text_of_a_collective_says() -> None:
 
 def test_how_two_collectives_differ() -> None:
     def seen(members: int, ring: int = 5) -> m.Spec:
-        return m.Spec(m.CollectiveKind.BROADCAST, 0, 10, 7, members=members, ring=ring)
+        return m.Spec(CollectiveKind.BROADCAST, 0, 10, 7, members=members, ring=ring)
 
     assert seen(3).sees_others_than(seen(2)) and seen(2, 6).sees_others_than(seen(2))
     assert not any(seen(a).sees_others_than(seen(b)) for a, b in ((2, 2), (0, 2), (2, 0)))
@@ -178,7 +179,7 @@ def test_a_vote_for_the_longest_list_of_tensors_fits_in_a_message() -> None:
     text, most = "x" * m.NAME_CHARS_MAX, (1 << 64) - 1
     part = m.Part((1 << 16) - 1, most, text, text)
     parts = (part,) * (m.LIST_BYTES_MAX // (m.PART_BYTES_MAX + 2 * len(text)))
-    what = m.Spec(m.CollectiveKind.REDUCE_SCATTER, 9, 0, 0, 9, 9, 1 << 31, 1 << 31, parts)
+    what = m.Spec(CollectiveKind.REDUCE_SCATTER, 9, 0, 0, 9, 9, 1 << 31, 1 << 31, parts)
     rows = (most,) * m.MEMBERS_MAX
     vote = m.encode(m.StartVote(most, most, what, None, most, True, rows, rows))
     assert m.MESSAGE_BYTES_MAX - 2048 < len(vote) <= m.MESSAGE_BYTES_MAX

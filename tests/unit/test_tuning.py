@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pccl.protocol import messages as m
-from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.ring import checksum, places, plan_rings
 from pccl.protocol.tuning import (
     DEFAULTS,
@@ -25,7 +24,7 @@ from pccl.protocol.tuning import (
     choose,
     chunk_bytes,
 )
-from pccl.types import DataType, ReduceOp
+from pccl.types import CollectiveKind, DataType, ReduceOp
 
 WORK = m.Spec("all_reduce", 0, 10, 1000)
 RINGS = (m.Ring((1, 2), 1),)

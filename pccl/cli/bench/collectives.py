@@ -41,11 +41,11 @@ from pccl.cli.bench import options, trials
 from pccl.cli.bench.trials import GLOO, IN_PLACE, NCCL, OUT_OF_PLACE, Job, Measured, blocks
 from pccl.cli.processes import collect, workers
 from pccl.cli.terminal import Refused
-from pccl.protocol.messages import CollectiveKind, Ring, Spec
+from pccl.protocol.messages import Ring, Spec
 from pccl.protocol.tuning import Conditions, Settings, Tuning, choose
 from pccl.runtime.client.memory import fingerprint, wire_bytes
 from pccl.runtime.config import Config
-from pccl.types import DataType, QuantizationName, QuantizationOptions, ReduceOp
+from pccl.types import CollectiveKind, DataType, QuantizationName, QuantizationOptions, ReduceOp
 
 _FLOATS = {  # by nccl-tests' names
     "half": DataType.FLOAT16,

@@ -20,10 +20,11 @@ from pccl.protocol.master import Master
 from pccl.protocol.master.effects import Drop, Send
 from pccl.protocol.master.inputs import Hello, Received
 from pccl.runtime.inline_collectives import combine
+from pccl.types import CollectiveKind
 
 VOTE_US_MAX = 25.0
 GROWTH_MAX = 2.0  # how much more a vote may cost in the largest run than in the smallest
-WORK = m.Spec(m.CollectiveKind.ALL_REDUCE, 0, 10, 1 << 20)
+WORK = m.Spec(CollectiveKind.ALL_REDUCE, 0, 10, 1 << 20)
 ENTRIES = tuple(m.Entry(f"layer.{i}", 10, 4096, False, bytes(16)) for i in range(20))
 
 

@@ -14,27 +14,20 @@ from pccl.protocol import reach
 from pccl.protocol.master.effects import Dial, plain
 from pccl.protocol.master.tally import SIZES, Reason
 from pccl.protocol.master.topology import Group, RunContext, RunPart
-from pccl.protocol.messages import INLINE, CollectiveKind
 from pccl.protocol.ring import checksum, uses
 from pccl.protocol.rounds import Round, RoundId, Vote, described
 from pccl.protocol.topology import hops
-from pccl.types import ReduceOp, Result
+from pccl.types import TRAITS, CollectiveKind, ReduceOp, Result
 
 Rows: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # to each rank, and from each
 
-AROUND = {
-    CollectiveKind.ALL_REDUCE,
-    CollectiveKind.REDUCE_SCATTER,
-    CollectiveKind.ALL_GATHER,
-    CollectiveKind.ALL_TO_ALL,
-}
 _REDOPS = {op.value for op in ReduceOp}
 
 
 def fits(work: m.Spec, data: bytes) -> bool:
     """True if the bytes are a valid contribution for the master to reduce."""
     return (
-        work.what in INLINE
+        TRAITS[work.what].inline
         and not work.parts
         and work.redop in _REDOPS
         and len(data) == work.count * SIZES.get(work.dtype, -1)
@@ -46,7 +39,7 @@ def goes_around(work: m.Spec) -> bool:
     carries = work.count or any(part.count for part in work.parts)
     if work.rows and sum(rows > 0 for rows in work.rows) < 2:
         return False  # only one member gives rows, and it receives none
-    return bool(carries) and work.what in AROUND
+    return bool(carries) and TRAITS[work.what].every_hop
 
 
 def are_rows(work: m.Spec, rows: Rows) -> bool:

@@ -12,9 +12,8 @@ from typing import TypeVar
 from msgspec import Struct, field
 
 from pccl.protocol import messages as m
-from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.rounds import EXCLUSIVE, PENDING, Kind, Round
-from pccl.types import DataType, QuantizationAlgorithm
+from pccl.types import TRAITS, CollectiveKind, DataType, QuantizationAlgorithm
 
 K = TypeVar("K")
 # bounds of histograms, from a round on one machine to a wait that needs an operator
@@ -182,9 +181,9 @@ class Tally:
         counts.collectives[work.what].add(taken_s)
         encoding = ENCODINGS.get(work.algorithm, "unknown")
         counts.carried[encoding] = min(counts.carried.get(encoding, 0) + given, COUNT_MAX)
-        around = factor(work.what, members)
-        if around and given and taken_s > 0:
-            self.courses[group].bus_rate = around * given / taken_s
+        on_link = given * TRAITS[work.what].link_bytes(members)
+        if on_link and taken_s > 0:
+            self.courses[group].bus_rate = on_link / taken_s
 
     def aborted(self, group: int, reason: Reason, since_s: float, interrupted_s: float) -> None:
         self.counts.aborted += 1
@@ -206,17 +205,3 @@ def size(work: m.Spec) -> int:
     if not work.parts:
         return SIZES.get(work.dtype, 0) * work.count
     return sum(SIZES.get(part.dtype, 0) * part.count for part in work.parts)
-
-
-def factor(what: CollectiveKind, members: int) -> float:
-    """The bytes on a link of the ring per byte that a member gives, as nccl-tests counts them; 0
-    for collectives that do not use the ring."""
-    match what:
-        case CollectiveKind.ALL_REDUCE:
-            return 2 * (members - 1) / members
-        case CollectiveKind.REDUCE_SCATTER | CollectiveKind.ALL_GATHER:
-            return float(members - 1)
-        case CollectiveKind.BROADCAST | CollectiveKind.REDUCE:
-            return 1.0
-        case _:
-            return 0.0

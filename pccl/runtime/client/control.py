@@ -29,7 +29,6 @@ from msgspec.structs import replace
 from pccl.kernels import arithmetic_digest
 from pccl.protocol import messages as m
 from pccl.protocol import reach
-from pccl.protocol.messages import EXCHANGES, CollectiveKind
 from pccl.protocol.peer import effects
 from pccl.runtime import forks
 from pccl.runtime.client.call import Call, End, Leaf
@@ -56,7 +55,7 @@ from pccl.runtime.resolve import Resolver, everywhere, further_hosts
 from pccl.runtime.signals import aside, insist
 from pccl.runtime.sockets import Waiter
 from pccl.security import Security
-from pccl.types import Result
+from pccl.types import TRAITS, CollectiveKind, Result
 from pccl.version import __version__
 
 log = logging.getLogger("pccl")
@@ -385,7 +384,7 @@ class Driver:
                 engine.register_fetch(
                     op, pieces=pieces, first_counted=first, leaf_bytes=LEAF_BYTES, **ids
                 )
-        elif memory.work.what in EXCHANGES:
+        elif TRAITS[memory.work.what].exchange:
             rows = memory.send_rows, memory.recv_rows
             members = max(map(len, rows))
             parts = _parts(memory)

@@ -28,12 +28,12 @@ import zmq
 from msgspec import Struct
 
 from pccl.ext import ffi, lib, tables
-from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.peer.effects import EagerOp, StartOp, StartTransfer
 from pccl.protocol.tuning import Algorithm
 from pccl.runtime.filelock import FileLock, Taken
 from pccl.runtime.resources import out_of_resources
 from pccl.runtime.sockets import Mail
+from pccl.types import TRAITS, CollectiveKind
 
 log = logging.getLogger("pccl")
 
@@ -54,14 +54,9 @@ UNREACHABLE: int = lib.PCCL_EREACH  # the stream was never up
 REFUSED: int = lib.PCCL_EZMQ  # this process got no socket
 ANOTHER: int = lib.PCCL_EOTHER  # another process answers at that address
 
-COLLECTIVES: dict[CollectiveKind, int] = {
-    CollectiveKind.ALL_REDUCE: lib.PCCL_ALL_REDUCE,
-    CollectiveKind.REDUCE_SCATTER: lib.PCCL_REDUCE_SCATTER,
-    CollectiveKind.ALL_GATHER: lib.PCCL_ALL_GATHER,
-    CollectiveKind.BROADCAST: lib.PCCL_BROADCAST,
-    CollectiveKind.REDUCE: lib.PCCL_REDUCE,
-    CollectiveKind.BARRIER: lib.PCCL_ALL_REDUCE,  # without data
-}
+COLLECTIVES: dict[CollectiveKind, int] = {  # those around a ring, by the names of their kinds
+    kind: getattr(lib, f"PCCL_{kind.name}") for kind, traits in TRAITS.items() if traits.laps
+} | {CollectiveKind.BARRIER: lib.PCCL_ALL_REDUCE}  # without data
 
 EVENT = struct.Struct("@IiQIIQQQIIQ160s")  # a pccl_event
 assert EVENT.size == ffi.sizeof("pccl_event")
