@@ -119,6 +119,8 @@ class SharedStateSyncStrategy(Enum):
 
 OpName: TypeAlias = Literal["sum", "avg", "mean", "prod", "max", "min"]
 QuantizationName: TypeAlias = Literal["int8", "int4", "uint8"]
+# of pccl.diloco, which needs torch; "eager" is another name of "delayed"
+Mode: TypeAlias = Literal["sync", "delayed", "eager", "streaming", "decoupled"]
 
 
 class DataType(Enum):

@@ -7,7 +7,6 @@ from pccl.diloco.settings import (
     AlonePolicy,
     BufferMode,
     InnerSteps,
-    Mode,
     Pattern,
     Rate,
     WeightBy,
@@ -16,6 +15,7 @@ from pccl.diloco.settings import (
 from pccl.diloco.stats import OuterRound, PeerShare
 from pccl.diloco.trainer import DiLoCo
 from pccl.kernels import Wire
+from pccl.types import Mode
 
 __all__ = [
     "Algorithm",

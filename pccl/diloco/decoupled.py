@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pccl.diloco.exchange import Exchange
 from pccl.diloco.pace import Forecast
 from pccl.diloco.schedule import Fragment, Schedule
+from pccl.diloco.settings import Settings
 from pccl.extension import Deadline
 
 Action = Callable[[], object]
@@ -152,8 +153,14 @@ class Decoupled(Schedule):
 
     _pace: Forecast
 
-    def __init__(self, fragments: Sequence[Fragment], pace: Forecast, learner: Learner) -> None:
-        super().__init__(fragments, pace, overlap=0, alpha=0.0, late_decay=1.0)
+    def __init__(
+        self,
+        fragments: Sequence[Fragment],
+        pace: Forecast,
+        settings: Settings,
+        learner: Learner,
+    ) -> None:
+        super().__init__(fragments, pace, settings)
         self._learner = learner
 
     def expect(self, inner_steps: int) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from pccl import TensorInfo, kernels
 from pccl.diloco.model import Named, Replica, Saved, local
-from pccl.diloco.settings import Pattern, Rates
+from pccl.diloco.settings import Pattern, Rates, Settings
 
 _log = logging.getLogger("pccl.diloco")
 
@@ -185,6 +185,14 @@ class Ahead(Apart):
 
     def rebase(self) -> None:
         self._state.rebase()
+
+
+def view_of(settings: Settings, state: OuterState) -> View:
+    if settings.mode == "delayed":
+        return Ahead(state)
+    if settings.mode == "decoupled" or settings.overlap:
+        return Apart(state)
+    return View()
 
 
 def split(named: Named, count: int, pattern: Pattern) -> list[list[int]]:

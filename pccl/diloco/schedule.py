@@ -17,6 +17,7 @@ from pccl.diloco.exchange import AsyncAverage, Average, Exchange
 from pccl.diloco.membership import Group
 from pccl.diloco.outer import View
 from pccl.diloco.pace import Pace
+from pccl.diloco.settings import Settings
 from pccl.diloco.stats import Outcome
 
 
@@ -40,24 +41,17 @@ class _Mean:
 class Schedule:
     """Averages one fragment at a time.
 
-    `overlap` is None if a mean is applied when the progress of the next round is measured.
+    `_overlap` is None if a mean is applied when the progress of the next round is measured.
     """
 
     group: Group  # set before the first round; its shared state has the `entries`
 
-    def __init__(
-        self,
-        fragments: Sequence[Fragment],
-        pace: Pace,
-        overlap: int | None,
-        alpha: float,
-        late_decay: float,
-    ) -> None:
+    def __init__(self, fragments: Sequence[Fragment], pace: Pace, settings: Settings) -> None:
         self._fragments = fragments
         self._pace = pace
-        self._overlap = overlap
-        self._alpha = alpha
-        self._late_decay = late_decay
+        self._overlap = None if settings.mode == "delayed" else settings.overlap
+        self._alpha = settings.alpha
+        self._late_decay = settings.late_decay
         self._current = fragments[0]  # the fragment of the last launch
         self._running: AsyncAverage | None = None
         self._mean: _Mean | None = None
@@ -349,7 +343,7 @@ class Schedule:
                 self._current.exchange.step(mean.average.contributors)
             elif self._restarts:
                 self._give_back()
-        elif self._restarts or (self._overlap == 0 and len(self._fragments) == 1):
+        elif self._restarts or (self._overlap, self._alpha, len(self._fragments)) == (0, 0.0, 1):
             return
         if self._stepped:
             for fragment in self._fragments:

@@ -14,10 +14,10 @@ import xxhash
 from pccl.extension import GRACE_MAX_S
 from pccl.kernels import Wire
 from pccl.support import whole
+from pccl.types import Mode
 
 AlonePolicy = Literal["continue", "step", "wait"]
 BufferMode = Literal["local", "first", "mean"]
-Mode = Literal["sync", "delayed", "eager", "streaming", "decoupled"]
 Pattern = Literal["strided", "sequential"]
 WeightBy = Literal["peers", "samples", "rate"]
 Merge = Literal["mean", "radial"]

@@ -48,7 +48,7 @@ from pccl.diloco.model import (
     replica_of,
 )
 from pccl.diloco.muon import is_muon
-from pccl.diloco.outer import Ahead, Apart, Outer, OuterOptimizer, Radial, View, split
+from pccl.diloco.outer import Outer, OuterOptimizer, Radial, split, view_of
 from pccl.diloco.pace import Forecast, pace_of
 from pccl.diloco.schedule import Fragment, Schedule
 from pccl.diloco.settings import (
@@ -56,7 +56,6 @@ from pccl.diloco.settings import (
     BufferMode,
     InnerSteps,
     Merge,
-    Mode,
     Outliers,
     Pattern,
     Rate,
@@ -72,6 +71,7 @@ from pccl.insight import LogMetrics
 from pccl.kernels import Wire
 from pccl.runtime.checkpoint import replacing
 from pccl.support import require, whole
+from pccl.types import Mode
 
 _REJOINS_MAX = 3  # in a row, without a round between them
 _log = logging.getLogger("pccl.diloco")
@@ -95,8 +95,8 @@ class DiLoCo:
     After each round all peers hold the same bits of theta, the outer parameters (fp32 on the CPU,
     whatever the model's dtype and device), of v, their momentum, and of the count of outer steps.
     docs/howto/diloco.md explains the settings, and docs/internals/diloco.md has the equations.
-    Memory: four fp32 copies of the trained parameters; five with mode="decoupled" and "delayed";
-    three more with a quantized wire.
+    Memory: four fp32 copies of the trained parameters; with some modes five; three more with a
+    quantized wire.
 
     Build the model and the optimizer first, and connect last: as soon as `connect` has returned,
     the others wait for this constructor. Clip and accumulate gradients before `step`, as with any
@@ -139,10 +139,8 @@ class DiLoCo:
         alone: what to do in a round without other peers. "continue": train on without outer steps,
             until another peer joins. "step": take the outer step. "wait": admit others until there
             are `min_peers`, at least 2.
-        mode: when a mean is applied. "sync": at once. "delayed" (or "eager"): at the end of the
-            next round; until then peers train from a guess of it. "streaming": some inner steps
-            later, one fragment of the model after the other. "decoupled": likewise, by a thread
-            beside the training, which waits for no other peer.
+        mode: when a mean is applied. "sync": at once. For the others, which do not pause the
+            training meanwhile, see "The exchange in the background" in docs/howto/diloco.md.
         wire: how pseudo-gradients are sent: "fp32"; or quantized by each peer, with error feedback,
             as "int8", "int4", "e3m0", "2bit" or "sparse". See `OuterRound.algorithm`.
         fragments: P, with mode="streaming" or "decoupled": the parts of the model, at most H.
@@ -393,25 +391,20 @@ class DiLoCo:
         settings, entries = self._settings, self._outer.entries()
         if settings.buffers != "local":
             entries[-1].extend(self._buffers.entries())
-        views = {"delayed": Ahead, "decoupled": Apart}
-        if settings.overlap:
-            views["streaming"] = Apart
-        view = views.get(settings.mode, lambda state: View())
         fragments = [
             Fragment(
                 number,
                 exchange,
                 SharedState([*self._common_entries(), *entries[number]]),
-                view(state),
+                view_of(settings, state),
             )
             for number, (exchange, state) in enumerate(
                 zip(self._exchanges, self._outer.fragments, strict=True)
             )
         ]
         if self._learner is not None and isinstance(self._pace, Forecast):
-            return Decoupled(fragments, self._pace, self._learner)
-        overlap = None if settings.mode == "delayed" else settings.overlap
-        return Schedule(fragments, self._pace, overlap, settings.alpha, settings.late_decay)
+            return Decoupled(fragments, self._pace, settings, self._learner)
+        return Schedule(fragments, self._pace, settings)
 
     def _common_entries(self) -> list[TensorInfo]:
         return [

@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 for package in ("torch", "matplotlib"):
     pytest.importorskip(package)
 
-from pccl.cli import demo  # noqa: E402
 from pccl.cli import main as cli  # noqa: E402
 from pccl.cli.demo.director import (  # noqa: E402
     Averaged,
@@ -228,12 +227,6 @@ def test_a_short_run_in_another_mode(tmp_path: Path, mode: str, wire: str) -> No
     assert "peer 3 has joined at outer step" in done.stdout
     digests = re.findall(r"\b[0-9a-f]{8}\b", done.stdout)
     assert len(digests) == 3 and len(set(digests)) == 1
-
-
-def test_the_demo_has_all_modes() -> None:
-    from pccl.diloco import Mode
-
-    assert get_args(Mode) == demo.MODES
 
 
 @pytest.mark.timeout(60)

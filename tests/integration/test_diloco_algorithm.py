@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from combinations import IN_STEP
 
 torch = pytest.importorskip("torch")
 
@@ -176,7 +177,7 @@ def test_peers_that_learn_of_a_loss_at_different_times_take_the_same_algorithm(
         torch.testing.assert_close(first, torch.tensor([-4.0, -4 / 3]).repeat(3), atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed", "streaming"])
+@pytest.mark.parametrize("mode", IN_STEP)
 def test_a_newcomer_takes_the_algorithm_of_the_others(address: str, mode: str) -> None:
     begun = threading.Event()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import combinations
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -117,11 +118,8 @@ class Schedule:
 
 
 MODES: dict[str, dict[str, Any]] = {
-    "sync": {"inner_steps": 2},
-    "delayed": {"inner_steps": 2},
-    "streaming": {"inner_steps": 4, "fragments": 2, "overlap": 1, "alpha": 0.5},
+    **combinations.MODES,
     "weighted": {"mode": "sync", "inner_steps": 2, "weight": "samples"},
-    "decoupled": {"inner_steps": 4, "fragments": 2},
     "quarantine": {"mode": "sync", "inner_steps": 2, "quarantine": 9},
     "checkpoints": {"mode": "sync", "inner_steps": 2, "saves": True},
     "checkpoints, decoupled": {

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from combinations import IN_STEP
 
 torch = pytest.importorskip("torch")
 
@@ -45,7 +46,7 @@ def train(
     return digests
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed", "streaming"])
+@pytest.mark.parametrize("mode", IN_STEP)
 def test_rounds_have_the_steps_of_their_number(address: str, mode: str) -> None:
     """Two peers, a newcomer, and a run that resumes from their checkpoint."""
     begun = threading.Event()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from combinations import IN_STEP
 
 torch = pytest.importorskip("torch")
 
@@ -19,11 +20,6 @@ from pccl.diloco import DiLoCo  # noqa: E402
 pytestmark = pytest.mark.timeout(60)
 LOGGER = "pccl.diloco"  # busy machines are told of by others
 ROUNDS = 3
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {"inner_steps": 4},
-    "delayed": {"inner_steps": 4},
-    "streaming": {"inner_steps": 4, "fragments": 2, "overlap": 1, "alpha": 0.5},
-}
 
 
 @pytest.fixture
@@ -74,11 +70,11 @@ def train(diloco: DiLoCo, model: Model, number: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("wire", ["fp32", "int4", "sparse"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", IN_STEP)
 def test_correct_use_gives_no_warning(
     address: str, mode: str, wire: str, warnings: list[str]
 ) -> None:
-    two(address, train, mode=mode, wire=wire, **{**MODES[mode], "inner_steps": 2, "overlap": 0})
+    two(address, train, mode=mode, wire=wire, **{**IN_STEP[mode], "inner_steps": 2, "overlap": 0})
     gc.collect()
     assert not warnings
 
@@ -156,7 +152,7 @@ def test_a_round_without_gradients(address: str, warnings: list[str]) -> None:
 
 
 @pytest.mark.parametrize("wire", ["fp32", "int4", "sparse"])
-@pytest.mark.parametrize("mode", ["sync", "delayed", "streaming"])
+@pytest.mark.parametrize("mode", IN_STEP)
 def test_the_same_data_on_all_peers(
     address: str, mode: str, wire: str, warnings: list[str]
 ) -> None:
@@ -188,7 +184,7 @@ def test_a_state_of_another_mode(address: str, warnings: list[str]) -> None:
     assert "mode='delayed', and this one has mode='sync'" in text
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", IN_STEP)
 def test_progress_goes_from_0_to_1(address: str, mode: str) -> None:
     """Alike on all peers: with rounds of one that is alone and takes no step, and a newcomer."""
     outer_steps = 4
@@ -200,7 +196,7 @@ def test_progress_goes_from_0_to_1(address: str, mode: str) -> None:
             assert number == 0 or alone.wait(DEADLINE_S)
             model = Model()
             with pccl.Communicator(address) as comm:
-                diloco = make(comm, model, mode=mode, **MODES[mode])
+                diloco = make(comm, model, mode=mode, **IN_STEP[mode])
                 while diloco.outer_step < outer_steps:
                     drawn.append(diloco.progress(outer_steps))
                     model.move(random(len(drawn)))

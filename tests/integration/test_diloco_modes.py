@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from combinations import IN_STEP
 from oracles import diloco as diloco_oracle
 
 torch = pytest.importorskip("torch")
@@ -142,7 +143,7 @@ def test_a_lone_survivor_has_its_progress_and_no_estimate(address: str) -> None:
 # ---- a loop as it is ----
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed", "streaming"])
+@pytest.mark.parametrize("mode", IN_STEP)
 def test_a_block_makes_a_loop_as_it_is_a_diloco(address: str, mode: str) -> None:
     """To the bit: what calls of `step`, and `finish`, make of it."""
 

@@ -147,6 +147,23 @@ def test_one_fragment_that_waits_and_mixes_nothing_is_sync_to_the_bit(wire: str)
     assert seen[0] == seen[1] and seen[0][0][2:] == (4, 0)
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_the_end_leaves_nothing_of_a_mixture(address: str, fragments: int) -> None:
+    def body(number: int) -> Any:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            options = {"mode": "streaming", "fragments": fragments, "alpha": 0.5}
+            diloco = make(comm, model, inner_steps=2, min_peers=2, **options)
+            for k in range(4):
+                model.move(random(100 * number + k))
+                diloco.step()
+            assert fragments > 1 or not torch.equal(model.flat(), diloco.state_dict()["theta"])
+            diloco.finish()
+            assert torch.equal(model.flat(), diloco.state_dict()["theta"])
+
+    together(lambda: body(0), lambda: body(1))
+
+
 @pytest.mark.parametrize(
     ("name", "nth"),
     [("are_peers_pending", 2), ("all_gather_async", 2), ("sync_shared_state", 2)],

@@ -148,13 +148,17 @@ def cut_off(script: str) -> set[conversation.Line]:
     return one.talk.used
 
 
-def failed_meanwhile(called: m.Called) -> set[conversation.Line]:
+def failed_meanwhile(called: m.Called, *heard: m.MasterMessage) -> set[conversation.Line]:
     """The lines used by a peer if the master fails its call and dies before it sends the error."""
     one = Belonging()
     if called == m.Called.SYNC:
         one.perform(one.machine.sync(2, 3, m.Manifest(0, 0, ())))
+    elif called == m.Called.PENDING:
+        one.perform(one.machine.are_peers_pending(2))
     else:
         one.perform(one.machine.optimize(2, 3))
+    for message in heard:
+        one.hear(message)
     one.perform(one.machine.disconnected("the master died"))
     one.perform(one.machine.reconnected())
     lost = Result.RANK_CONNECTION_LOST.value
@@ -182,7 +186,9 @@ def used() -> Iterator[set[conversation.Line]]:
     yield cut_off("lost back held interrupt resumed")
     yield left_before_the_result()
     yield failed_meanwhile(m.Called.SYNC)
+    yield failed_meanwhile(m.Called.PENDING)
     yield failed_meanwhile(m.Called.OPTIMIZE)
+    yield failed_meanwhile(m.Called.OPTIMIZE, m.Probe(2, 8, ()))
     for peer in (*arrivals(), *frozen_holder()):
         yield peer.conversation.used
     for run in runs():

@@ -8,13 +8,15 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from pccl.kernels import Wire
+from pccl.types import Mode
 
 MODES: dict[str, dict[str, Any]] = {
-    "sync": {"inner_steps": 4},
-    "delayed": {"inner_steps": 4},
+    **{mode: {"inner_steps": 4} for mode in get_args(Mode) if mode != "eager"},
     "streaming": {"inner_steps": 4, "fragments": 2, "overlap": 1, "alpha": 0.5},
     "decoupled": {"inner_steps": 4, "fragments": 2},
 }
+# the peers end each round together
+IN_STEP = {mode: options for mode, options in MODES.items() if mode != "decoupled"}
 LEDGER = "a ledger"
 SHARDED = "a sharded model"
 FEATURES: dict[str, dict[str, Any]] = {

@@ -24,9 +24,9 @@ from pccl.cli.demo.director import STEPS_MIN, Director, State, decode
 from pccl.cli.processes import Fleet
 from pccl.cli.terminal import Progress, Refused, complain, scaled, shown
 from pccl.kernels import Wire
+from pccl.types import Mode
 
 _REQUIRED = ("torch", "matplotlib")
-MODES = ("sync", "delayed", "eager", "streaming", "decoupled")  # as in pccl.diloco
 PASSED_ON = ("steps", "inner_steps", "mode", "wire", "seed")  # options that the peers get, too
 _PEERS = 3
 _PEERS_PER_CORE = 4
@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--peers PEERS", "training processes at the start", _PEERS, int)
     option(parser, "--steps STEPS", "outer steps", 16, int)
     option(parser, "--inner-steps INNER_STEPS", "inner steps in an outer step", 30, int)
-    option(parser, "--mode", "when a mean is applied", MODES[0], choices=MODES)
-    wires = get_args(Wire)
+    modes, wires = get_args(Mode), get_args(Wire)
+    option(parser, "--mode", "when a mean is applied", modes[0], choices=modes)
     option(parser, "--wire", "how progress is sent", wires[0], choices=wires)
     option(parser, "--no-chaos", "kill no peer, and let none join half-way")
     option(parser, "--seed SEED", "seed of the weights and of the order of the text", 0, int)
