@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from peers.cluster import Cluster
+from peers.waiting import PATIENCE_S, entered
 
 import pccl
 from pccl.cli import arguments
-from pccl.cli.bench import collectives, state, trials
+from pccl.cli.bench import collectives, idle, state, trials
 from pccl.cli.bench.trials import IN_PLACE, OUT_OF_PLACE, Job, Measured, Trial, measure
 from pccl.cli.main import main
 from pccl.cli.processes import WorkerError, collect
@@ -38,7 +39,7 @@ def bench(
         env=os.environ | (env or {}),
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=PATIENCE_S,
     )
 
 
@@ -238,6 +239,19 @@ def test_an_idle_run_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     (master, *_), (peer, *_, traffic) = rows(capsys.readouterr().out)
     assert (master, peer) == ("master", "peer")
     assert int(traffic) > 0, "heartbeats"
+
+
+def test_an_idle_peer_stays_until_the_others_have_measured(
+    master: pccl.MasterNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle, "SETTLE_S", 0.0)
+    peers = [idle._idle(number, master.address, 2, 0) for number in range(2)]
+    with ThreadPoolExecutor() as pool:
+        assert [*pool.map(next, peers)] == [os.getpid()] * 2
+        early = pool.submit(list, peers[0])
+        entered(master)
+        assert not early.done()
+        assert len([*peers[1]]) == len(early.result()) == 1
 
 
 def test_kernels_are_right(capsys: pytest.CaptureFixture[str]) -> None:
