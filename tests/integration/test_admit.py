@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from peers.waiting import PATIENCE_S
 
 import pccl
 from pccl.runtime.client.sync import Staging
@@ -114,7 +115,7 @@ def test_a_newcomer_enters_at_the_right_call(address: str, way: str, elements: i
     first = [peers.begin(way, name, 200, wait_for=2) for name in "ab"]
     peers.until("a", 5)
     late = [peers.begin(way, name, 200) for name in "cd"]
-    results = [future.result(50) for future in (*first, *late)]
+    results = [future.result(PATIENCE_S) for future in (*first, *late)]
     wanted = np.full(elements, sum(range(200)), np.float32)
     for found in results:
         np.testing.assert_array_equal(found, wanted)
@@ -130,10 +131,10 @@ def test_a_step_is_made_again_after_a_loss(address: str, way: str) -> None:
     peers.until("a", 20)
     futures["d"] = peers.begin(way, "d", 200)
     with pytest.raises(pccl.PCCLError):
-        futures.pop("c").result(50)
+        futures.pop("c").result(PATIENCE_S)
     wanted = np.full(100_000, sum(range(200)), np.float32)
     for future in futures.values():
-        np.testing.assert_array_equal(future.result(50), wanted)
+        np.testing.assert_array_equal(future.result(PATIENCE_S), wanted)
     assert peers.steps["a"] == [*range(200)], "each step is made once"
 
 
@@ -143,9 +144,9 @@ def test_the_last_peer_waits_for_others(address: str) -> None:
     peers.until("b", 5)
     peers.comms["b"].close()
     with pytest.raises(pccl.PCCLError):
-        futures.pop("b").result(50)
+        futures.pop("b").result(PATIENCE_S)
     futures["c"] = peers.begin("helped", "c", 200)
-    found = [future.result(50) for future in futures.values()]
+    found = [future.result(PATIENCE_S) for future in futures.values()]
     np.testing.assert_array_equal(found[0], found[1])
     assert peers.steps["a"] == [*range(200)]
 
@@ -255,11 +256,11 @@ def test_whoever_miscounts_is_refused_at_the_next_admission(address: str) -> Non
 
     wrong = peers.pool.submit(miscounts)
     right = [peers.begin("helped", name, 200, wait_for=3) for name in "ab"]
-    assert wait.wait(30)
+    assert wait.wait(PATIENCE_S)
     right.append(peers.begin("helped", "d", 200))
     with pytest.raises(pccl.PCCLError, match="revision"):
-        wrong.result(50)
-    found = [future.result(50) for future in right]
+        wrong.result(PATIENCE_S)
+    found = [future.result(PATIENCE_S) for future in right]
     for one in found[1:]:
         np.testing.assert_array_equal(one, found[0])
 
@@ -281,9 +282,11 @@ def test_other_content_is_found_at_the_end(address: str, caplog: pytest.LogCaptu
     wrong = peers.pool.submit(drifts)
     right = [peers.begin("helped", name, 9, wait_for=3) for name in "ab"]
     with pytest.raises(pccl.DivergenceError, match=r"run: .* ended the run with another shared"):
-        wrong.result(50)
+        wrong.result(PATIENCE_S)
     for future in right:
-        np.testing.assert_array_equal(future.result(50), np.full(1000, sum(range(9)), np.float32))
+        np.testing.assert_array_equal(
+            future.result(PATIENCE_S), np.full(1000, sum(range(9)), np.float32)
+        )
     assert caplog.text.count("ended the run with another shared state") == 2
 
 
@@ -294,7 +297,7 @@ def test_a_finished_run_admits_no_peer(address: str) -> None:
     peers = Peers(address)
     futures = [peers.begin("helped", name, 50, wait_for=2) for name in "ab"]
     for future in futures:
-        future.result(50)
+        future.result(PATIENCE_S)
     with pytest.raises(pccl.RunFinishedError, match="the run is finished") as found:
         peers.by_hand("late", 50)
     assert found.value.result is pccl.Result.INVALID_USAGE
@@ -308,7 +311,7 @@ def test_a_pending_peer_gets_run_finished_error(address: str) -> None:
             pass
         comm.finish()
         with pytest.raises(pccl.RunFinishedError):
-            late.result(30)
+            late.result(PATIENCE_S)
         comm.finish()  # again is fine, and who is there may go on
         assert comm.admit() in (True, False)
 
@@ -318,12 +321,12 @@ def test_finish_waits_for_all_living_peers(address: str) -> None:
         other = pccl.Communicator(address)
         joined = pool.submit(other.connect)
         comm.wait_for_peers(2)
-        joined.result(30)
+        joined.result(PATIENCE_S)
         with pytest.raises(pccl.PCCLTimeoutError, match="finish"):
             comm.finish(timeout=0.2)
         finishing = pool.submit(comm.finish)
         other.close()  # it is not waited for any more
-        finishing.result(30)
+        finishing.result(PATIENCE_S)
 
 
 def test_a_restarted_master_knows_that_the_run_is_finished(tmp_path: Path) -> None:

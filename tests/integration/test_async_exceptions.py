@@ -212,7 +212,6 @@ def each_line(scenario: Scenario, step: int | None, echo: int = 0) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.timeout(120)
 def test_at_some_lines(name: str) -> None:
     each_line(SCENARIOS[name], None)
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from peers.cluster import Cluster
+from peers.waiting import PATIENCE_S
 
 import pccl
 
 LARGE = 100_000  # elements, which go around the ring
-PATIENCE_S = 30.0
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from peers.waiting import PATIENCE_S
 
 from pccl.ext import ffi, lib
 
@@ -71,7 +72,7 @@ def test_every_level_gives_the_same_bits(level: str, tmp_path: Path) -> None:
         pytest.skip(f"this processor lacks {needed - processor_flags()}")
     library = tmp_path / "kernels.so"
     build = [compiler, *FLAGS, "-fPIC", "-shared", *arguments, *SOURCES, "-o", str(library)]
-    subprocess.run(build, check=True, timeout=50)
+    subprocess.run(build, check=True, timeout=PATIENCE_S)
     function = ctypes.CDLL(str(library)).pccl_self_test
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_size_t
     wanted = self_test()
@@ -105,7 +106,7 @@ def test_every_processor_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     run = runner(target.partition("-")[0], emulator, needed)
     if run is None:
         pytest.skip(f"it compiles, but nothing here runs it (Debian: qemu-user-static, {emulator})")
-    ended = subprocess.run([*run, str(program)], check=True, timeout=200, capture_output=True)
+    ended = subprocess.run([*run, str(program)], check=True, timeout=600, capture_output=True)
     wanted = self_test()
     mark = wanted[-ORDER_MARK_BYTES:]
     if name == "s390x":

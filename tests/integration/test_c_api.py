@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from peers.cluster import Cluster
 from peers.ports import unused_port
-from peers.waiting import wait_until
+from peers.waiting import PATIENCE_S, wait_until
 
 import pccl
 from pccl.capi import values
@@ -68,7 +68,7 @@ def start(program: Path, *words: str, **settings: str) -> subprocess.Popen[str]:
 def ends(process: subprocess.Popen[str]) -> str:
     """The output of a program, which must succeed."""
     try:
-        said, _ = process.communicate(timeout=40)
+        said, _ = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
@@ -91,7 +91,7 @@ def share(comm: pccl.Communicator) -> None:
     parts = [np.full(50_000, float(tag), np.float32) for tag in (1, 2, 3, 4)]
     handles = [comm.all_reduce_async(part, op="sum", tag=i + 1) for i, part in enumerate(parts)]
     for i, handle in enumerate(handles):
-        assert handle.wait(timeout=30)[0]
+        assert handle.wait(timeout=PATIENCE_S)[0]
         assert (parts[i] == 2.0 + i).all()
     comm.all_reduce(np.array([1, 2, 3], np.float32), tag=11, timeout=30)
     sums = np.array([4, 5, 6], np.float32)
@@ -163,7 +163,7 @@ def test_the_example_adds_up_with_a_python_peer(build: Build, address: str) -> N
 def test_a_package_that_cannot_be_imported_is_told(build: Build, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['pccl.capi.calls'] = None")
     with start(build("c99", PROGRAM), "leave", "1", PYTHONPATH=str(tmp_path)) as process:
-        said, _ = process.communicate(timeout=40)
+        said, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 3  # pcclInit, and two calls after it
     assert "pccl: Python cannot import the package pccl, looking in" in said
     assert "ModuleNotFoundError: import of pccl.capi.calls halted" in said

@@ -212,7 +212,6 @@ def test_impossible_options_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_program_that_does_not_survive_a_kill_is_found(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,7 +225,6 @@ def test_a_program_that_does_not_survive_a_kill_is_found(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_hosts_are_cut_off_and_come_back(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     try:
         Network(1).close()
@@ -242,7 +240,6 @@ def test_hosts_are_cut_off_and_come_back(here: Path, capfd: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_all_faults_are_survived(seed: int, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["-n", "3", "--minutes", "0.5", "--calm", "0.5", "--seed", str(seed)]

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from peers.waiting import PATIENCE_S
 
 import pccl
 from pccl import master
@@ -100,7 +101,9 @@ def test_a_process_with_a_bad_setting_ends(
 ) -> None:
     monkeypatch.setenv("PCCL_HEARTBEAT_MS", "0")
     words = [sys.executable, "-m", *command]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=Path.home())
+    ended = subprocess.run(
+        words, capture_output=True, text=True, timeout=PATIENCE_S, cwd=Path.home()
+    )
     assert ended.returncode == 1
     assert ended.stderr.startswith("pccl master: ") and ended.stderr.count("\n") == 1, ended.stderr
     assert "PCCL_HEARTBEAT_MS is '0'" in ended.stderr

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from peers.cluster import Cluster
 from peers.processes import Start, gathered
+from peers.waiting import PATIENCE_S
 
 import pccl
 from pccl import weights
@@ -122,7 +123,7 @@ def python(program: str, *words: str, **env: str) -> subprocess.CompletedProcess
         [sys.executable, "-c", program, *words],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=PATIENCE_S,
         env={**os.environ, **env},
     )
 
@@ -131,10 +132,14 @@ def test_commands() -> None:
     version = f"pccl {pccl.__version__}\n"
     scripts = Path(sys.executable).parent
     for command in ([sys.executable, "-m", "pccl"], [str(scripts / "pccl")]):
-        ended = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=50)
+        ended = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, timeout=PATIENCE_S
+        )
         assert ended.stdout == version
     for command in ([sys.executable, "-m", "pccl.master"], [str(scripts / "pccl_master")]):
-        ended = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=50)
+        ended = subprocess.run(
+            [*command, "--help"], capture_output=True, text=True, timeout=PATIENCE_S
+        )
         assert "--listen-address" in ended.stdout and "0.0.0.0:48148" in ended.stdout
 
 

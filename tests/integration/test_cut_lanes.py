@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from pages import listed
 from peers.cluster import Cluster, client_of
-from peers.waiting import wait_until
+from peers.waiting import PATIENCE_S, wait_until
 
 import pccl
 from pccl.protocol.peer.calls import State
@@ -22,7 +22,6 @@ from pccl.runtime import limits
 from pccl.runtime.client.call import Call
 from pccl.runtime.client.client import PeerClient
 
-PATIENCE_S = 30.0
 COUNT = 250_000  # floats
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close() sends a reset, and drops what is queued
 

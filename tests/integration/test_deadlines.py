@@ -11,8 +11,6 @@ import pccl
 from pccl import extension
 from pccl.protocol.rounds import Grace
 
-pytestmark = pytest.mark.timeout(20)
-
 
 def test_a_late_peer_is_dropped_on_time_and_may_join_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """On time: nothing else would wake up this master in the next 15 seconds."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peers.waiting import PATIENCE_S
 
 for package in ("torch", "matplotlib"):
     pytest.importorskip(package)
@@ -194,7 +195,6 @@ def test_as_many_peers_as_the_machine_has_room_for(
 
 
 @pytest.mark.slow  # .ci/run has the whole demo
-@pytest.mark.timeout(90)
 def test_a_short_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
     chart = tmp_path / "chart.png"
     done = subprocess.run(
@@ -213,7 +213,6 @@ def test_a_short_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize(("mode", "wire"), [("delayed", "int4"), ("streaming", "e3m0")])
 def test_a_short_run_in_another_mode(tmp_path: Path, mode: str, wire: str) -> None:
     words = ["--steps", "7", "--inner-steps", "4", "--output", str(tmp_path / "chart.png")]
@@ -229,7 +228,6 @@ def test_a_short_run_in_another_mode(tmp_path: Path, mode: str, wire: str) -> No
     assert len(digests) == 3 and len(set(digests)) == 1
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal and asks for a process group")
 def test_ctrl_c_leaves_no_process_behind() -> None:
     process = subprocess.Popen(
@@ -242,7 +240,7 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
     assert process.stdout is not None
     assert "processes are loading" in process.stdout.readline()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the children too
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130 and errors == "pccl demo: interrupted\n"
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)

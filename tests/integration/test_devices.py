@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from peers.cluster import Cluster, client_of
 from peers.device import Copy, Gpu
+from peers.waiting import PATIENCE_S
 
 import pccl
 from pccl import cuda, extension, operands
@@ -443,7 +444,7 @@ class Told:
         """All steps are read; the engine reports some as final, and then its success."""
         copied.begin()
         copied.go_on(self, Call(1))
-        assert self._all.wait(30)
+        assert self._all.wait(PATIENCE_S)
         for number in written:
             copied.written(number)
         self.callback(effects.Answer(1, None))

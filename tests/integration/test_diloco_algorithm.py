@@ -13,13 +13,11 @@ from combinations import IN_STEP
 torch = pytest.importorskip("torch")
 
 from peers.waiting import wait_until  # noqa: E402
-from training.small import DEADLINE_S, Deserter, Left, Watched, together  # noqa: E402
+from training.small import PATIENCE_S, Deserter, Left, Watched, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import Algorithm, DiLoCo  # noqa: E402
 from pccl.diloco.averaging import Quantized, Selector, Sizes  # noqa: E402
-
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
@@ -163,7 +161,7 @@ def test_peers_that_learn_of_a_loss_at_different_times_take_the_same_algorithm(
         with pytest.raises(Left), pccl.Communicator(address) as comm:
             leaving: Any = Deserter(comm, ring, 1)
             leaving.armed = True
-            watched: Any = Watched(leaving, **{ring: lambda: entered.wait(DEADLINE_S)})
+            watched: Any = Watched(leaving, **{ring: lambda: entered.wait(PATIENCE_S)})
             diloco = make(watched, model, mode=mode, min_peers=3)
             for _ in range(2):
                 model.move(1.0)
@@ -183,7 +181,7 @@ def test_a_newcomer_takes_the_algorithm_of_the_others(address: str, mode: str) -
 
     def train(newcomer: bool) -> Callable[[], Any]:
         def body() -> Any:
-            assert not newcomer or begun.wait(DEADLINE_S)
+            assert not newcomer or begun.wait(PATIENCE_S)
             model, seen = Pairs(), []
             with pccl.Communicator(address) as comm:
                 diloco = make(comm, model, mode=mode, min_peers=1 if newcomer else 2)

@@ -19,13 +19,11 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from peers.waiting import wait_until  # noqa: E402
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # noqa: E402
-from training.small import DEADLINE_S, Model, random, refuse, together  # noqa: E402
+from training.small import PATIENCE_S, Model, random, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.data import Ledger  # noqa: E402
 from pccl.diloco import Checkpoints, DiLoCo  # noqa: E402
-
-pytestmark = pytest.mark.timeout(60)
 
 
 class Peer:
@@ -255,7 +253,7 @@ def test_directories_that_are_not_the_same_are_refused_in_the_first_round(tmp_pa
                 return peer.diloco.outer_step
 
         def other() -> None:
-            assert first.wait(DEADLINE_S)
+            assert first.wait(PATIENCE_S)
             with pccl.Communicator(address) as comm:
                 peer = Peer(comm, 1, min_peers=2, checkpoints=Checkpoints(tmp_path / "1"))
                 with pytest.raises(ValueError, match="whole=True"):

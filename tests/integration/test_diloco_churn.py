@@ -19,7 +19,7 @@ from peers.injected import Injected, Tracer  # noqa: E402
 from training.samples import BATCH, Shares  # noqa: E402
 from training.samples import make as with_samples  # noqa: E402
 from training.small import (  # noqa: E402
-    DEADLINE_S,
+    PATIENCE_S,
     Deserter,
     Left,
     Model,
@@ -69,7 +69,7 @@ class Schedule:
 
     def peer(self, address: str, number: int, leaves: tuple[str, int] | None) -> None:
         founder = number < FOUNDERS
-        assert founder or self.begun.wait(DEADLINE_S)
+        assert founder or self.begun.wait(PATIENCE_S)
         model = Model(float(number))
         # No run begins without all founders, so none of them can come when it has ended and wait.
         least = FOUNDERS if founder else 1

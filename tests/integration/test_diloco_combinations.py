@@ -18,8 +18,6 @@ import pccl  # noqa: E402
 from pccl.data import Ledger  # noqa: E402
 from pccl.diloco import Checkpoints  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)  # many runs in one test
-
 
 class Buffered(Model):
     def __init__(self) -> None:

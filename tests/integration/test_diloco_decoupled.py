@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from peers.processes import Master  # noqa: E402
 from training.small import (  # noqa: E402
-    DEADLINE_S,
+    PATIENCE_S,
     Cut,
     Deserter,
     Left,
@@ -30,7 +30,6 @@ from training.small import (  # noqa: E402
 
 import pccl  # noqa: E402
 
-pytestmark = pytest.mark.timeout(60)
 DECOUPLED = {"mode": "decoupled", "inner_steps": 4, "fragments": 2}
 SLACK = 0.08  # a later mean, of more contributors, may take back what one has too much
 PEERS, STEPS = 3, 20_000  # of each run of a test, at most
@@ -153,7 +152,7 @@ def test_a_stopped_learner_costs_the_others_nothing(address: str, wire: str) -> 
         outer = peer.diloco
         peer.until(lambda: outer.outer_step >= 2)
         if peer.number == 2:
-            assert still.wait(DEADLINE_S)
+            assert still.wait(PATIENCE_S)
         peer.until(lambda: outer.outer_step >= 4)
         still.set()
 
@@ -329,10 +328,10 @@ def test_theta_momentum_and_weights_equal_the_oracle(
                     of_all.abort()
                     continue
                 try:
-                    of_all.wait(DEADLINE_S)
+                    of_all.wait(PATIENCE_S)
                 except threading.BrokenBarrierError:
                     alone[number].append(outer_step)
-                    of_rest.wait(DEADLINE_S)
+                    of_rest.wait(PATIENCE_S)
             peer.diloco.finish()
             state = look(peer)
             assert torch.equal(model.flat(), state["theta"])
@@ -367,7 +366,7 @@ def test_a_newcomer_receives_theta_while_the_others_train(address: str) -> None:
         peer.until(lambda: peer.diloco.outer_step >= seen + 2)
 
     def join() -> None:
-        assert begun.wait(DEADLINE_S)
+        assert begun.wait(PATIENCE_S)
         with pccl.Communicator(address) as comm:
             peer = Peer(2, comm, **PLAIN)
             assert peer.diloco.outer_step >= 2

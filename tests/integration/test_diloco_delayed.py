@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from training.small import (  # noqa: E402
-    DEADLINE_S,
+    PATIENCE_S,
     Deserter,
     Left,
     Lost,
@@ -26,8 +26,6 @@ from training.small import (  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
-
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
@@ -62,7 +60,7 @@ def test_a_round_ends_before_its_mean_is_there(address: str) -> None:
     def behind() -> None:
         model = Model()
         with pccl.Communicator(address) as comm:
-            watched: Any = Watched(comm, all_reduce_async=lambda: ended.wait(DEADLINE_S))
+            watched: Any = Watched(comm, all_reduce_async=lambda: ended.wait(PATIENCE_S))
             diloco = make(
                 watched, model, mode="delayed", min_peers=2, outer_lr=0.7, outer_momentum=0.0
             )
@@ -167,7 +165,7 @@ def test_a_peer_may_be_lost_while_a_newcomer_is_admitted(address: str, call: str
 
     def newcomer() -> Any:
         model = Model(9.0)
-        assert ready.wait(DEADLINE_S)
+        assert ready.wait(PATIENCE_S)
         with pccl.Communicator(address) as comm:
             return train(make(comm, model, mode="delayed", min_peers=3), model, 3)
 
@@ -195,12 +193,12 @@ def test_the_first_pseudo_gradient_of_a_newcomer_counts_in_full(address: str) ->
                 contributors = outer.contributors
                 ready.set()
             theta = diloco.state_dict()["theta"]
-            leaving.wait(DEADLINE_S)
+            leaving.wait(PATIENCE_S)
             return theta, diloco.state_digest(), moved
 
     def newcomer() -> Any:
         model = Model(-5.0)
-        assert ready.wait(DEADLINE_S)
+        assert ready.wait(PATIENCE_S)
         with pccl.Communicator(address) as comm:
             diloco = make(
                 comm, model, mode="delayed", min_peers=2, outer_lr=0.7, outer_momentum=0.0
@@ -211,7 +209,7 @@ def test_the_first_pseudo_gradient_of_a_newcomer_counts_in_full(address: str) ->
             model.move(1.0)
             diloco.step()
             theta = diloco.state_dict()["theta"]
-            leaving.wait(DEADLINE_S)
+            leaving.wait(PATIENCE_S)
             return theta, diloco.state_digest(), None
 
     (theta, digest, moved), (_, second, _), (_, third, _) = together(incumbent, incumbent, newcomer)
@@ -238,10 +236,10 @@ def test_survivors_launch_again_while_they_train(address: str) -> None:
             model.move(1.0)
             assert diloco.step() is None
             assert diloco.last_reduce is None
-            again.wait(DEADLINE_S)
+            again.wait(PATIENCE_S)
             diloco.state_dict()  # the mean comes, though no peer ends its round
             assert diloco.last_reduce is not None and diloco.last_reduce.world_size == 2
-            again.wait(DEADLINE_S)
+            again.wait(PATIENCE_S)
             for _ in range(2):
                 model.move(1.0)
                 outer = diloco.step()
@@ -292,7 +290,7 @@ def test_a_lone_peer_keeps_its_progress_and_shares_it_with_a_newcomer(address: s
             diloco = make(
                 comm, model, mode="delayed", min_peers=2, outer_lr=0.7, outer_momentum=0.0
             )
-            assert left.wait(DEADLINE_S)
+            assert left.wait(PATIENCE_S)
             for moved in (1.0, 2.0, 4.0):
                 model.move(1.0 if moved == 1.0 else moved / 2)
                 outer = diloco.step()
@@ -307,7 +305,7 @@ def test_a_lone_peer_keeps_its_progress_and_shares_it_with_a_newcomer(address: s
                 contributors = outer.contributors
                 moved += 1
             theta = diloco.state_dict()["theta"]
-            leaving.wait(DEADLINE_S)
+            leaving.wait(PATIENCE_S)
             return theta, diloco.state_digest(), moved - 1  # the last is under way
 
     def leaver() -> None:
@@ -316,7 +314,7 @@ def test_a_lone_peer_keeps_its_progress_and_shares_it_with_a_newcomer(address: s
 
     def newcomer() -> Any:
         model = Model(9.0)
-        assert alone.wait(DEADLINE_S)
+        assert alone.wait(PATIENCE_S)
         with pccl.Communicator(address) as comm:
             diloco = make(comm, model, mode="delayed", outer_lr=0.7, outer_momentum=0.0)
             assert torch.equal(model.flat(), torch.zeros(1000))
@@ -325,7 +323,7 @@ def test_a_lone_peer_keeps_its_progress_and_shares_it_with_a_newcomer(address: s
                 outer = diloco.step()
             assert outer is not None and outer.contributors == 2
             diloco.state_dict()
-            leaving.wait(DEADLINE_S)
+            leaving.wait(PATIENCE_S)
             return None, diloco.state_digest()
 
     (theta, digest, moved), _, (_, other) = together(veteran, leaver, newcomer)
@@ -352,7 +350,7 @@ def test_a_pending_mean_goes_back_into_the_model_when_all_others_are_lost(
             assert torch.equal(model.flat(), torch.full((1000,), -1.5))
             assert model.seen[0] == (1 if buffers == "local" else 0)
             launched.set()
-            assert left.wait(DEADLINE_S)
+            assert left.wait(PATIENCE_S)
             model.seen += 4
             model.move(1.0)
             outer = diloco.step()
@@ -403,7 +401,7 @@ def test_a_group_that_waits_takes_no_delayed_step_with_fewer(address: str, call:
         desert(address, call, 2, left=left, mode="delayed", alone="wait", min_peers=3)
 
     def successor() -> Any:
-        assert left.wait(DEADLINE_S)
+        assert left.wait(PATIENCE_S)
         return survivor()
 
     ours, theirs, _, new = together(survivor, survivor, leaver, successor)
@@ -428,7 +426,7 @@ def test_one_of_two_that_wait_begins_again_with_its_successor(address: str) -> N
         desert(address, "sync_shared_state", 2, left=left, **options)
 
     def successor() -> Any:
-        assert left.wait(DEADLINE_S)
+        assert left.wait(PATIENCE_S)
         return survivor()
 
     ours, _, new = together(survivor, leaver, successor)
@@ -443,7 +441,7 @@ def test_a_peer_that_could_not_launch_waits_in_its_next_round(address: str) -> N
     def survivor() -> Any:
         model, contributors = Model(), []
         with pccl.Communicator(address) as comm:
-            watched: Any = Watched(comm, all_reduce_async=lambda: left.wait(DEADLINE_S))
+            watched: Any = Watched(comm, all_reduce_async=lambda: left.wait(PATIENCE_S))
             diloco = make(watched, model, **settings)
             while diloco.outer_step < 1:
                 model.move(1.0)
@@ -457,7 +455,7 @@ def test_a_peer_that_could_not_launch_waits_in_its_next_round(address: str) -> N
         desert(address, "all_reduce_async", left=left, **settings)
 
     def successor() -> str:
-        assert waits.wait(DEADLINE_S)
+        assert waits.wait(PATIENCE_S)
         model = Model()
         with pccl.Communicator(address) as comm:
             diloco = make(comm, model, **settings)

@@ -24,7 +24,6 @@ import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP on this platform"),
 ]
 STEPS = 4

@@ -12,12 +12,10 @@ from oracles import golden
 
 torch = pytest.importorskip("torch")
 
-from training.small import DEADLINE_S, Deserter, Left, together  # noqa: E402
+from training.small import PATIENCE_S, Deserter, Left, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
-
-pytestmark = pytest.mark.timeout(60)
 
 
 class Pair(torch.nn.Module):
@@ -40,9 +38,9 @@ class Run:
 
     def peer(self, name: str) -> Any:
         if name == "d":
-            assert self.joins.wait(DEADLINE_S)
+            assert self.joins.wait(PATIENCE_S)
         elif name != "a":
-            assert self.first_is_in.wait(DEADLINE_S)
+            assert self.first_is_in.wait(PATIENCE_S)
         with pccl.Communicator(self.address) as comm:
             self.first_is_in.set()
             return self._train(name, comm)
@@ -72,7 +70,7 @@ class Run:
             contributors.append(outer.contributors)
             digests.append(diloco.state_digest())
         theta = diloco.state_dict()["theta"].double().numpy()
-        self.ended.wait(DEADLINE_S)
+        self.ended.wait(PATIENCE_S)
         return models, theta, contributors, digests
 
     def leave(self) -> None:

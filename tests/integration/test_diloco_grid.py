@@ -14,13 +14,13 @@ torch = pytest.importorskip("torch")
 
 from peers.waiting import wait_until  # noqa: E402
 from training.replicas import Gone, Meeting, Part, Process, Team, in_parts  # noqa: E402, F401
-from training.small import DEADLINE_S, Model, N, make, together  # noqa: E402
+from training.small import PATIENCE_S, Model, N, make, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl import extension  # noqa: E402
 from pccl.data import Ledger  # noqa: E402
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("in_parts")]
+pytestmark = pytest.mark.usefixtures("in_parts")
 
 ROUNDS = 4
 
@@ -78,7 +78,7 @@ class Halving:
         if name == self._name:
             self._left -= 1
             if self._left == 0:
-                assert self.allowed.wait(DEADLINE_S)
+                assert self.allowed.wait(PATIENCE_S)
                 self._comm.close()
         return getattr(self._comm, name)
 
@@ -181,7 +181,7 @@ def test_a_run_begins_with_all_shards_or_with_none(
     def halved(comm: Any, *rest: Any) -> Any:
         # if it is alone, it finds too few in any case
         if comm is doomed[1] and doomed[1].world_size > 1:
-            assert begun.wait(DEADLINE_S)
+            assert begun.wait(PATIENCE_S)
             doomed[1].close()
         found = call(comm, *rest)
         if comm is doomed[0]:
@@ -211,7 +211,7 @@ def test_half_a_replica_that_joins_blocks_no_other(address: str) -> None:
         assert not joining.done()
         other = pccl.Communicator(address, 1, team=team, team_size=2)
         other.connect()
-        joining.result(DEADLINE_S)
+        joining.result(PATIENCE_S)
     other.close()
     wait_until(lambda: kicked(half))
 

@@ -12,12 +12,11 @@ from combinations import IN_STEP
 
 torch = pytest.importorskip("torch")
 
-from training.small import DEADLINE_S, Model, make, random, refuse, together  # noqa: E402
+from training.small import PATIENCE_S, Model, make, random, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo, quadratic_steps  # noqa: E402
 
-pytestmark = pytest.mark.timeout(60)
 POINTS = [(0, 2), (2, 2), (4, 5)]  # so 2, 2, 2, 3, 5, 5, ...
 STEPS = [2, 2, 2, 3, 5, 5, 5]
 
@@ -56,7 +55,7 @@ def test_rounds_have_the_steps_of_their_number(address: str, mode: str) -> None:
     def peer(number: int, master: str, last: int, state: Any = None) -> Callable[[], Any]:
         def body() -> Any:
             steps: list[tuple[int, int]] = []
-            assert number < 2 or begun.wait(DEADLINE_S)
+            assert number < 2 or begun.wait(PATIENCE_S)
             model = Model()
             with pccl.Communicator(master) as comm:
                 diloco = make(

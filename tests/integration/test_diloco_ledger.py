@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from training.samples import BATCH, EPOCHS, INNER_STEPS, SAMPLES, make, once, train  # noqa: E402
-from training.small import DEADLINE_S, Deserter, Left, together  # noqa: E402
+from training.small import PATIENCE_S, Deserter, Left, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.data import Ledger, LedgerSampler  # noqa: E402
@@ -47,7 +47,7 @@ def test_each_sample_has_its_effect_once(address: str, mode: str, name: str) -> 
             left.set()
 
     def joins() -> Any:
-        assert left.wait(DEADLINE_S)
+        assert left.wait(PATIENCE_S)
         with pccl.Communicator(address) as comm:
             joined.set()
             return to_the_end(comm)
@@ -148,7 +148,7 @@ def test_a_peer_that_waits_for_others_keeps_the_samples_of_its_round(address: st
                 train(diloco, model, ledger)
 
     def joins() -> Any:
-        assert alone.wait(DEADLINE_S)
+        assert alone.wait(PATIENCE_S)
         with pccl.Communicator(address) as comm:
             model, ledger, diloco = make(comm, alone="wait", min_peers=3)
             while not ledger.finished:

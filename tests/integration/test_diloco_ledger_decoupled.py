@@ -11,11 +11,9 @@ torch = pytest.importorskip("torch")
 
 from peers.waiting import wait_until  # noqa: E402
 from training.samples import EPOCHS, SAMPLES, make, train  # noqa: E402
-from training.small import DEADLINE_S, Deserter, Left, StoppedSyncer, compute, together  # noqa: E402
+from training.small import PATIENCE_S, Deserter, Left, StoppedSyncer, compute, together  # noqa: E402
 
 import pccl  # noqa: E402
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def once(theta: Any, fragments: int, atol: float) -> None:
@@ -100,13 +98,13 @@ def test_a_peer_that_was_dropped_gives_up_its_samples_and_joins_again(
             def before(diloco: Any) -> None:
                 if diloco.outer_step >= 1 and not stop.away.is_set():
                     stop.comms.append(comm)
-                    assert stop.away.wait(DEADLINE_S)
+                    assert stop.away.wait(PATIENCE_S)
 
             return run.train(comm, before)
 
     def goes_on(diloco: Any) -> None:
         if diloco.outer_step >= 2 and not stop.back.is_set():
-            assert stop.away.wait(DEADLINE_S)
+            assert stop.away.wait(PATIENCE_S)
             wait_until(lambda: diloco.world_size == 2)
             stop.back.set()
 

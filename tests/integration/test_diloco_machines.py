@@ -16,7 +16,7 @@ from peers.processes import Reporter  # noqa: E402
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 ROUNDS = 5
 SECONDS = 1.0
 WORK = {"device": 1, "cpu": 1, "slow": 2}  # how often each peer does the work of a step

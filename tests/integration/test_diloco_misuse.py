@@ -12,12 +12,11 @@ from combinations import IN_STEP
 
 torch = pytest.importorskip("torch")
 
-from training.small import DEADLINE_S, Model, make, random, together  # noqa: E402
+from training.small import PATIENCE_S, Model, make, random, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
 
-pytestmark = pytest.mark.timeout(60)
 LOGGER = "pccl.diloco"  # busy machines are told of by others
 ROUNDS = 3
 
@@ -54,9 +53,9 @@ def two(
                 diloco = DiLoCo(comm, model, model.optimizer, **usual)
                 for k in range(ROUNDS):
                     step(diloco, model, number, k)
-                both.wait(DEADLINE_S)
+                both.wait(PATIENCE_S)
                 end(diloco, model)
-                both.wait(DEADLINE_S)
+                both.wait(PATIENCE_S)
             return model.flat()
 
         return body
@@ -193,7 +192,7 @@ def test_progress_goes_from_0_to_1(address: str, mode: str) -> None:
     def peer(number: int) -> Callable[[], Any]:
         def body() -> Any:
             drawn: list[float] = []
-            assert number == 0 or alone.wait(DEADLINE_S)
+            assert number == 0 or alone.wait(PATIENCE_S)
             model = Model()
             with pccl.Communicator(address) as comm:
                 diloco = make(comm, model, mode=mode, **IN_STEP[mode])

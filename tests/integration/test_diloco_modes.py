@@ -12,12 +12,11 @@ from oracles import diloco as diloco_oracle
 
 torch = pytest.importorskip("torch")
 
-from training.small import DEADLINE_S, Model, desert, make, refuse, together  # noqa: E402
+from training.small import PATIENCE_S, Model, desert, make, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
 
-pytestmark = pytest.mark.timeout(60)
 SETTINGS = {"outer_lr": 0.3, "outer_momentum": 0.5}  # stable with a delay, so errors do not grow
 PROBLEM = diloco_oracle.Problem({"a": 1.0, "b": -3.0, "c": 7.0, "d": 2.5}, 2, 0.25)
 
@@ -125,7 +124,7 @@ def test_a_lone_survivor_has_its_progress_and_no_estimate(address: str) -> None:
             diloco.step()
             assert torch.equal(model.flat(), torch.full((1000,), -6.0))
             launched.set()
-            assert left.wait(DEADLINE_S)
+            assert left.wait(PATIENCE_S)
             for moved in (9.0, 10.0):
                 model.move(1.0)
                 diloco.step()
@@ -223,11 +222,11 @@ def test_rates_follow_the_outer_step_which_a_newcomer_has_too(address: str) -> N
             while diloco.last_round is None or diloco.last_round.contributors < 2:
                 model.move(1.0)
                 diloco.step()
-            ended.wait(DEADLINE_S)
+            ended.wait(PATIENCE_S)
             return diloco.state_digest()
 
     def second() -> Any:
-        assert begun.wait(DEADLINE_S)
+        assert begun.wait(PATIENCE_S)
         model = Model()
         with pccl.Communicator(address) as comm:
             diloco = make(comm, model, alone="step", **by_step)
@@ -235,7 +234,7 @@ def test_rates_follow_the_outer_step_which_a_newcomer_has_too(address: str) -> N
             model.move(1.0)
             diloco.step()
             assert torch.equal(model.flat(), before - 0.5)
-            ended.wait(DEADLINE_S)
+            ended.wait(PATIENCE_S)
             return diloco.state_digest()
 
     ours, theirs = together(first, second)

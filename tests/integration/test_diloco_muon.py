@@ -15,7 +15,6 @@ from training.small import together  # noqa: E402
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo, MuonAndAdamW, muloco, sparseloco  # noqa: E402
 
-pytestmark = pytest.mark.timeout(60)
 HIDDEN = ["up.weight", "down.weight"]
 
 

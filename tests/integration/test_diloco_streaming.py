@@ -13,7 +13,7 @@ from oracles import diloco as diloco_oracle
 torch = pytest.importorskip("torch")
 
 from training.small import (  # noqa: E402
-    DEADLINE_S,
+    PATIENCE_S,
     Deserter,
     Left,
     Model,
@@ -29,7 +29,6 @@ import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
 from pccl.diloco.outer import split  # noqa: E402
 
-pytestmark = pytest.mark.timeout(60)
 STREAMING = {"mode": "streaming", "fragments": 2, "overlap": 1, "inner_steps": 4}
 OUTER = {"outer_lr": 0.3, "outer_momentum": 0.5}
 PROBLEM = diloco_oracle.Problem({"a": 1.0, "b": -3.0, "c": 7.0, "d": 2.5}, 5, 0.25)
@@ -71,12 +70,12 @@ def test_a_trajectory_without_mixing(address: str) -> None:
             if len(rounds[name]) == 5:
                 some_rounds.set()
         theta = diloco.state_dict()["theta"]
-        ended.wait(DEADLINE_S)
+        ended.wait(PATIENCE_S)
         return weights, digests, theta
 
     def founder(name: str) -> Any:
         if name != "a":
-            assert first_is_in.wait(DEADLINE_S)
+            assert first_is_in.wait(PATIENCE_S)
 
         def until() -> bool:
             admitted = [i for i, outer in enumerate(rounds[name]) if outer.admitted]
@@ -87,7 +86,7 @@ def test_a_trajectory_without_mixing(address: str) -> None:
             return follow(name, comm, until)
 
     def desert() -> None:
-        assert first_is_in.wait(DEADLINE_S)
+        assert first_is_in.wait(PATIENCE_S)
         with pytest.raises(Left), pccl.Communicator(address) as comm:
             leaving: Any = Deserter(comm, "all_reduce_async", 2)
             model = Model(0.5)
@@ -97,7 +96,7 @@ def test_a_trajectory_without_mixing(address: str) -> None:
                 train(diloco, model, PROBLEM.targets["c"])
 
     def join() -> Any:
-        assert some_rounds.wait(DEADLINE_S)
+        assert some_rounds.wait(PATIENCE_S)
         with pccl.Communicator(address) as comm:
             return follow("d", comm, lambda: len(rounds["d"]) == 5)
 
@@ -208,7 +207,7 @@ def test_progress_survives_the_loss_of_all_others(address: str) -> None:
                 model.move(1.0)
                 diloco.step()
             launched.set()
-            assert left.wait(DEADLINE_S)
+            assert left.wait(PATIENCE_S)
             outers = []
             for moved in range(3, 12):
                 model.move(1.0)
@@ -222,7 +221,7 @@ def test_progress_survives_the_loss_of_all_others(address: str) -> None:
             while last is None or last.contributors < 2:
                 model.move(1.0)
                 last = diloco.step() or last
-            leaving.wait(DEADLINE_S)
+            leaving.wait(PATIENCE_S)
             return diloco.state_digest(), last.fragment
 
     def leaver() -> None:
@@ -231,7 +230,7 @@ def test_progress_survives_the_loss_of_all_others(address: str) -> None:
 
     def newcomer() -> Any:
         model = Model(9.0)
-        assert alone.wait(DEADLINE_S)
+        assert alone.wait(PATIENCE_S)
         with pccl.Communicator(address) as comm:
             diloco = make(comm, model, **options)
             outer = None
@@ -239,7 +238,7 @@ def test_progress_survives_the_loss_of_all_others(address: str) -> None:
                 model.move(2.0)
                 outer = diloco.step()
             assert outer.contributors == 2
-            leaving.wait(DEADLINE_S)
+            leaving.wait(PATIENCE_S)
             return diloco.state_digest(), outer.fragment
 
     ours, _, theirs = together(veteran, leaver, newcomer)
@@ -282,7 +281,7 @@ def test_a_group_that_waits_takes_no_step_with_fewer(address: str) -> None:
         desert(address, "all_reduce_async", 2, left=left, **options)
 
     def successor() -> Any:
-        assert left.wait(DEADLINE_S)
+        assert left.wait(PATIENCE_S)
         return survivor()
 
     ours, theirs, _, new = together(survivor, survivor, leaver, successor)

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from peers.waiting import wait_until  # noqa: E402
 from training.small import (  # noqa: E402
-    DEADLINE_S,
+    PATIENCE_S,
     Clock,
     Deserter,
     Left,
@@ -31,7 +31,6 @@ import pccl  # noqa: E402
 from pccl.diloco.pace import Deadline  # noqa: E402
 from pccl.diloco.stats import OuterRound, PeerShare  # noqa: E402
 
-pytestmark = pytest.mark.timeout(60)
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
 
 
@@ -149,17 +148,17 @@ def test_samples_of_a_lone_peer_count_with_its_progress(address: str) -> None:
                 model.move(1.0)
                 outer = diloco.step(samples=5)
                 taken += 1
-            ended.wait(DEADLINE_S)
+            ended.wait(PATIENCE_S)
             return model.flat()[0].item(), taken
 
     def newcomer() -> Any:
-        assert alone.wait(DEADLINE_S)
+        assert alone.wait(PATIENCE_S)
         model = Model()
         with pccl.Communicator(address) as comm:
             diloco = make(comm, model, weight="samples", **PLAIN)
             model.move(10.0)
             diloco.step(samples=4)
-            ended.wait(DEADLINE_S)
+            ended.wait(PATIENCE_S)
             return model.flat()[0].item()
 
     ended = threading.Barrier(2)
@@ -411,7 +410,7 @@ def test_peers_that_learn_of_a_loss_at_different_times_gather_shares_together(
 
     def leaver() -> None:
         def leave(*_: Any, **__: Any) -> Any:
-            assert entered.wait(DEADLINE_S)
+            assert entered.wait(PATIENCE_S)
             raise Left
 
         model = Model()

@@ -13,7 +13,7 @@ from oracles import diloco as diloco_oracle
 torch = pytest.importorskip("torch")
 
 from training.small import (  # noqa: E402
-    DEADLINE_S,
+    PATIENCE_S,
     Deserter,
     Lost,
     Model,
@@ -30,7 +30,6 @@ from training.small import (  # noqa: E402
 import pccl  # noqa: E402
 from pccl import kernels  # noqa: E402
 
-pytestmark = pytest.mark.timeout(60)
 WIRES = list(diloco_oracle.CODECS)
 MODES_OF_WIRES = [("sync", wire) for wire in WIRES] + [("delayed", "int4"), ("delayed", "sparse")]
 
@@ -170,7 +169,7 @@ def test_a_mean_of_too_few_changes_no_residual(address: str) -> None:
         desert(address, "all_gather_async", 2, by=random(0), left=left, **options)
 
     def successor() -> None:
-        assert left.wait(DEADLINE_S)
+        assert left.wait(PATIENCE_S)
         survivor()
 
     ours, theirs, _, _ = together(survivor, survivor, leaver, successor)

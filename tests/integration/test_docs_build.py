@@ -14,7 +14,6 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.mark.slow  # .ci/run runs it in any case
-@pytest.mark.timeout(120)
 def test_it_builds_without_warnings(tmp_path: Path) -> None:
     missing = [m for m in ("sphinx", "furo", "myst_parser") if not importlib.util.find_spec(m)]
     if missing:

@@ -8,6 +8,7 @@ import sys
 
 import msgspec
 import pytest
+from peers.waiting import PATIENCE_S
 
 import pccl
 from pccl.cli.main import main
@@ -21,7 +22,7 @@ from pccl.runtime import limits
 
 def doctor(*words: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "pccl", "doctor", *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert not ended.stderr, ended.stderr
     return ended.returncode, ended.stdout
 

@@ -13,7 +13,6 @@ IPV4, IPV6, SIDE = "10.79.0.1:48148", "[fd79::1]:48148", "10.80.0.1:48148"  # th
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(
         not namespaces.POSSIBLE,
         reason="needs Linux, root and iproute2: it makes network namespaces",

@@ -16,7 +16,6 @@ from peers.processes import Master, Reporter
 import pccl
 from pccl.runtime.client.engine import Engine
 
-pytestmark = pytest.mark.timeout(60)
 LARGE = 100_000  # too large to travel with the vote
 EAGER = Path(__file__).resolve().parents[1] / "support" / "programs" / "eager.py"
 

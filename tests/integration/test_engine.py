@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from peers.engines import ALIGNMENT, DEADLINE_S, F32, NONCE, RUN, SUM, AllReduce, Peer
+from peers.engines import ALIGNMENT, F32, NONCE, PATIENCE_S, RUN, SUM, AllReduce, Peer
 
 from pccl.ext import lib, tables
 from pccl.protocol.peer.effects import End, StartOp, StartTransfer
@@ -349,7 +349,7 @@ def test_foreign_traffic_is_dropped(make: Make) -> None:
         push.connect(f"tcp://127.0.0.1:{port}")
         for frames in ([b""], [b"x" * 64], [b"x" * 64, b"y"], [b"x"] * 5, [b"x" * 1000]):
             push.send_multipart(frames)
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + PATIENCE_S
         while peers[0].engine.dropped < 5:
             assert time.monotonic() < deadline
             peers[0].engine.socket.poll(1)
@@ -370,7 +370,7 @@ def test_oversized_messages_end_their_connection(make: Make) -> None:
         monitor = push.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         push.connect(f"tcp://127.0.0.1:{peer.engine.port}")
         push.send(bytes(lib.PCCL_CHUNK_MAX + 65))
-        assert monitor.poll(int(DEADLINE_S * 1000))
+        assert monitor.poll(int(PATIENCE_S * 1000))
         push.disable_monitor()
         monitor.close()
     assert peer.engine.dropped == 0
@@ -380,7 +380,7 @@ def test_a_silent_connection_is_closed(make: Make) -> None:
     (peer,) = make(1, connect_timeout_ms=300)
     peer.wait(STREAM_UP, 1)
     with socket.create_connection(("127.0.0.1", peer.engine.port)) as mute:
-        mute.settimeout(DEADLINE_S)
+        mute.settimeout(PATIENCE_S)
         while mute.recv(64):
             pass
 

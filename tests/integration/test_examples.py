@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from peers.waiting import PATIENCE_S
 
 import pccl
 
 pytest.importorskip("torch")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-PATIENCE_S = 40.0
 LAST = ("shared state: ", "weights ")
 
 

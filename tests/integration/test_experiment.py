@@ -159,7 +159,6 @@ def test_gradients_of_all_peers_at_once_are_those_of_each() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ARMS)
 def test_a_short_run(name: str) -> None:
     run = run_of(name)
@@ -170,7 +169,6 @@ def test_a_short_run(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_fragments_need_not_divide_the_steps_of_a_round() -> None:
     run = run_of("streaming-4-int4")
     options = {"mode": "streaming", "fragments": 4, "overlap": 3}

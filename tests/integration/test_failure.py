@@ -59,7 +59,6 @@ def churn(start: Start, kills: int, count: int, seed: int, what: str = "all_redu
 @pytest.mark.parametrize(
     "backend", ["libzmq", pytest.param("pyzmq", marks=pytest.mark.slow)], indirect=True
 )
-@pytest.mark.timeout(150)
 def test_kill_one_of_three_again_and_again(workers: Start) -> None:
     churn(workers, kills=6, count=100_003, seed=int(time.time()))
 
@@ -73,7 +72,6 @@ def test_kill_one_of_three_fifty_times(workers: Start) -> None:
 @pytest.mark.parametrize(
     "backend", ["libzmq", pytest.param("pyzmq", marks=pytest.mark.slow)], indirect=True
 )
-@pytest.mark.timeout(150)
 def test_kill_one_of_three_in_any_collective(workers: Start) -> None:
     churn(workers, kills=5, count=300_007, seed=int(time.time()), what="all")
 

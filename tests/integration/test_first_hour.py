@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from peers.cluster import Cluster
+from peers.waiting import PATIENCE_S
 
 import pccl
 from pccl.cli.main import main
 from pccl.ext import _core
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 30.0
 Start = Callable[..., "subprocess.Popen[str]"]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zmq
 from peers.cluster import gather, in_threads
-from peers.processes import Master, Puppet, gathered, together
+from peers.processes import Master, Puppet, gathered, stop, together
 from peers.strangers import Proxy, serving, speaker
 from peers.waiting import wait_until
 
@@ -194,7 +194,7 @@ def test_a_stopped_master_resumes_with_all_its_peers(
         assert together(puppets, "insist", value=1.0) == [3.0] * 3
         if busy:  # one of them waits for the others when it happens
             puppets[0].begin("insist", value=2.0)
-        master.process.send_signal(signal.SIGSTOP)
+        stop(master.process)
         threading.Event().wait(2.5)  # all connections break
         master.process.send_signal(signal.SIGCONT)
         thawed_s = time.monotonic()
@@ -259,7 +259,7 @@ def test_a_master_that_wakes_without_descriptors_loses_no_peer() -> None:
     try:
         puppets += gathered(lambda group: Puppet(master.address, group, **BEATS), [0, 0, 0])
         soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        master.process.send_signal(signal.SIGSTOP)
+        stop(master.process)
         threading.Event().wait(0.7)  # a pause, in which no connection breaks
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (2, hard))
         master.process.send_signal(signal.SIGCONT)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from peers.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,7 +34,7 @@ assert "MasterNode" in dir(pccl) and pccl.__version__
 with pccl.MasterNode("127.0.0.1:0"):
     assert "pccl.runtime.server" in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("missing", ["torch", "numpy"])
@@ -52,4 +53,4 @@ send, recv = pair(x, library.ones(3))
 assert send.count == 3 and send.nbytes == 3 * send.dtype.itemsize
 assert SharedState.from_tensors({{"x": x}}).tensor_infos[0].numel == 3
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

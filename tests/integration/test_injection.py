@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from inject.faults import FOR_EVER, Fault
+from peers.waiting import PATIENCE_S
 
 INJECT = Path(__file__).resolve().parents[1] / "support" / "inject"
 LIMIT_S = 30.0  # for one run, see runs.py
@@ -83,7 +84,7 @@ def player(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Player]:
         pytest.skip("calls are made to fail by a library in C that glibc loads first")
     library = tmp_path_factory.mktemp("inject") / "fail.so"
     command = [compiler, "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-o", str(library)]
-    subprocess.run([*command, str(INJECT / "fail.c"), "-ldl"], check=True, timeout=50)
+    subprocess.run([*command, str(INJECT / "fail.c"), "-ldl"], check=True, timeout=PATIENCE_S)
     made = Player(library)
     yield made
     made.close()
@@ -202,7 +203,6 @@ LONG = {"connections", "descriptors"}  # several seconds each
     "group",
     [pytest.param(group, marks=[pytest.mark.slow] if group in LONG else []) for group in SAMPLE],
 )
-@pytest.mark.timeout(300)
 def test_a_sample_of_calls_fails(player: Player, group: str) -> None:
     check(player, SAMPLE[group])
 

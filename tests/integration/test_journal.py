@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import pytest
 from peers.processes import Master
-from peers.waiting import wait_until
+from peers.waiting import PATIENCE_S, wait_until
 
 import pccl
 from pccl.protocol import messages as m
@@ -366,7 +366,7 @@ def test_a_real_master_and_a_limit_on_the_size_of_files(
                     if comm.are_peers_pending():
                         comm.update_topology()
             if on_error is OnError.STOP:
-                assert master.process.wait(20) == 1
+                assert master.process.wait(PATIENCE_S) == 1
             joining.join()
             if on_error is OnError.STOP:
                 second.close()

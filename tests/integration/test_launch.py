@@ -55,7 +55,7 @@ def test_peers_end_alike_and_go_on_from_a_file(
             whole = [*words, "--master-address", master.address, "--steps", steps]
             own = [[*whole, "--checkpoint", str(file)] for file in files]
             for done in [pool.submit(train.main, each) for each in own]:
-                done.result(40)
+                done.result(PATIENCE_S)
         files[0].unlink()  # one of them is enough
     said = capsys.readouterr().out.splitlines()
     assert sorted(line for line in said if line.startswith("done")) == [
@@ -199,7 +199,6 @@ def survive(master: pccl.MasterNode, kill: Callable[[], object]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @needs_linux
 def test_torchrun_starts_a_peer_again_that_was_killed(master: pccl.MasterNode) -> None:
     pytest.importorskip("torch")
@@ -298,11 +297,10 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
         wait_until(lambda: not subprocess.check_output(["squeue", "-h"], env=env), 30)
         for daemon in reversed(running):
             daemon.terminate()
-            daemon.wait(20)
+            daemon.wait(PATIENCE_S)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @needs_linux
 def test_slurm_requeues_a_killed_peer(
     master: pccl.MasterNode, slurm: dict[str, str], tmp_path: Path

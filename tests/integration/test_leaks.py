@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from peers.cluster import in_threads
-from peers.waiting import wait_until
+from peers.waiting import PATIENCE_S, wait_until
 from training.small import Model, make
 
 import pccl
@@ -153,7 +153,7 @@ def weights_of_models(address: str) -> None:
         weights.Subscriber(address, {"x": np.zeros(SIZE, np.float32)}) as follower,
     ):
         trainer.publish(next(VERSIONS))
-        follower.wait(timeout=20)
+        follower.wait(timeout=PATIENCE_S)
         follower.swap()
 
 

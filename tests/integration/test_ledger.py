@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from peers.waiting import PATIENCE_S
 
 import pccl
 from pccl.data import Ledger, LedgerSampler
@@ -19,7 +20,6 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "exactly_once.py"
 SAMPLES, EPOCHS = 70, 3
 PEERS, DESERTERS = 4, 2
 JOIN_AT = 12  # the revision at which others take the places of the deserters
-PATIENCE_S = 40.0
 
 
 class Left(Exception):
@@ -116,7 +116,6 @@ def count(address: str, text: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_processes_that_are_killed_lose_nothing_and_count_nothing_twice(
     address: str, tmp_path: Path
 ) -> None:

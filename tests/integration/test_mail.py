@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from peers.waiting import wait_until
+from peers.waiting import PATIENCE_S, wait_until
 
 from pccl.ext import ffi, lib, tables
 from pccl.runtime.sockets import KEPT_BYTES, Mail, RouterMail
@@ -113,7 +113,7 @@ def test_no_other_thread_gets_in_between(pair: Pair) -> None:
             there.send(b"x" * 200)
             assert len(here.take()) == 1
         assert not seen, "the interpreter's lock was given up"
-        other.join(20)
+        other.join(PATIENCE_S)
     finally:
         sys.setswitchinterval(interval_s)
         other.join()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from peers.waiting import PATIENCE_S
 
 import pccl
 from pccl.protocol.master import Master
@@ -149,7 +150,7 @@ def test_a_stopped_master_notifies_its_peers(command: tuple[str, ...], name: str
                 comm.update_topology(timeout=20)
         comm.close()
         killed = number == signal.SIGINT and command[-1].endswith("()")  # by KeyboardInterrupt
-        assert process.wait(20) == (-signal.SIGINT if killed else 0)
+        assert process.wait(PATIENCE_S) == (-signal.SIGINT if killed else 0)
 
 
 @posix
@@ -199,7 +200,7 @@ def test_sigterm_ends_a_script_without_a_word_wherever_it_is(where: str) -> None
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_S) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
 
@@ -208,7 +209,7 @@ def test_sigterm_ends_a_script_without_a_word_wherever_it_is(where: str) -> None
 def test_sigterm_ends_a_script_without_a_word_while_it_shuts_down() -> None:
     at_once = "threading._register_atexit(signal.raise_signal, signal.SIGTERM)"
     with started("-c", SCRIPT + "\nimport threading; " + at_once) as (process, _):
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=PATIENCE_S)
         assert (process.returncode, errors) == (0, "")
 
 
@@ -220,7 +221,7 @@ def test_ctrl_c_ends_a_master_that_a_shell_has_started_in_the_background() -> No
     as_command = 'from pccl.master import main; sys.exit(main(["--listen-address", "127.0.0.1:0"]))'
     with started("-c", IGNORING + as_command) as (process, _):
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 @posix
@@ -235,7 +236,7 @@ def run(args):
 master.run = run
 sys.exit(main(["master"]))
 """
-    ended = subprocess.run([sys.executable, "-c", IGNORING + program], timeout=30)
+    ended = subprocess.run([sys.executable, "-c", IGNORING + program], timeout=PATIENCE_S)
     assert ended.returncode == 130
 
 
@@ -253,7 +254,7 @@ sys.exit(main(["--listen-address", "127.0.0.1:0"]))
         assert process.stdout is not None
         assert process.stdout.readline() == "closing\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == -signal.SIGTERM
+        assert process.wait(PATIENCE_S) == -signal.SIGTERM
 
 
 def test_a_script_that_hosts_a_master_and_fails_ends() -> None:
@@ -266,7 +267,7 @@ def test_a_script_that_hosts_a_master_and_fails_ends() -> None:
             with pytest.raises(pccl.MasterLostError, match="the master was stopped"):
                 while True:
                     comm.update_topology(timeout=20)
-        assert process.wait(20) == 1
+        assert process.wait(PATIENCE_S) == 1
         assert process.stderr is not None
         errors = process.stderr.read()
         assert errors.endswith("OSError: of the script\n") and errors.count("Traceback") == 1
@@ -291,7 +292,7 @@ def test_a_master_that_fails_ends_with_a_status_and_a_sentence(program: str) -> 
         while process.poll() is None:  # once a peer is there
             with contextlib.suppress(pccl.PCCLError):
                 pccl.Communicator(address).connect(1, timeout=5)
-        assert process.wait(20) == 1
+        assert process.wait(PATIENCE_S) == 1
         assert process.stderr is not None
         last = process.stderr.read().splitlines()[-1]
         assert last.endswith(f"the master at {address} has failed: RuntimeError: a bug")
@@ -304,7 +305,7 @@ def test_a_master_that_fails_ends_with_a_status_when_the_streams_are_closed() ->
         while process.poll() is None:
             with contextlib.suppress(pccl.PCCLError):
                 pccl.Communicator(address).connect(1, timeout=5)
-        assert process.wait(20) == 1
+        assert process.wait(PATIENCE_S) == 1
 
 
 def fail(*_: object) -> list[object]:
@@ -405,7 +406,7 @@ m.interrupt()
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_leaves_its_parents_master_alone() -> None:
     with started("-c", SCRIPT + FORK) as (process, _):
-        out, errors = process.communicate(timeout=30)
+        out, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, errors
         world, used_s = out.split()
         assert int(world) == 1

@@ -64,13 +64,11 @@ def restart_again_and_again(
 
 
 @ONE_BACKEND
-@pytest.mark.timeout(120)
 def test_with_a_journal(team: Callable[[str, int], Worker], tmp_path: Path) -> None:
     restart_again_and_again(team, tmp_path / "master.db", times=3, pause_s=1.0)
 
 
 @ONE_BACKEND
-@pytest.mark.timeout(120)
 @pytest.mark.slow
 def test_without_a_journal(team: Callable[[str, int], Worker]) -> None:
     restart_again_and_again(team, None, times=2, pause_s=1.0)

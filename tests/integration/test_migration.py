@@ -14,7 +14,6 @@ import pytest
 import pccl
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-pytestmark = pytest.mark.timeout(120)  # importing torch takes a busy machine its time
 
 
 class Process:

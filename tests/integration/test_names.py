@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from peers import scripts
 from peers.cluster import grow, in_threads
-from peers.waiting import wait_until
+from peers.waiting import PATIENCE_S, wait_until
 
 import pccl
 from pccl.protocol.master.status import PeerStatus
@@ -84,7 +84,7 @@ def test_losses_and_joins_are_logged_with_names(caplog: pytest.LogCaptureFixture
         grow(here, 2)
         here.all_reduce(np.ones(4))
         assert said(caplog) == [], "a run that begins is no news"
-        mortal.communicate(timeout=30)
+        mortal.communicate(timeout=PATIENCE_S)
         assert mortal.returncode == 7
         wait_until(lambda: sum("lost: " in text for text in said(caplog)) == 2)
         at_peer, at_master = sorted(said(caplog), key=lambda text: text.startswith("master"))

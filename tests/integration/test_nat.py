@@ -15,7 +15,6 @@ RULE += 'add rule ip nat out oifname "eth0" masquerade'
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(
         not namespaces.POSSIBLE or not shutil.which("nft"),
         reason="needs Linux, root, iproute2 and nftables: it makes network namespaces and a NAT",

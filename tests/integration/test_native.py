@@ -32,7 +32,6 @@ def make(target: str, build: Path) -> str:
 
 @needs_tools
 @pytest.mark.slow  # .ci/run runs them in any case
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("target", ["asan", "test"])
 def test_c_tests(target: str, tmp_path: Path) -> None:
     output = make(target, tmp_path)

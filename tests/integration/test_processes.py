@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from peers.waiting import wait_until
+from peers.waiting import PATIENCE_S, wait_until
 
 from pccl.cli.processes import Fleet, Output, Process, held, tail
 
@@ -66,7 +66,7 @@ def test_output_comes_in_lines_and_a_long_one_in_parts() -> None:
     output = Output(open(reading, "rb", 0), heard.extend)
     with open(writing, "wb") as pipe:
         pipe.write(b"one\ntwo\rthree" + b"x" * 200_000)
-    output.join(30)
+    output.join(PATIENCE_S)
     assert heard[:2] == [b"one\n", b"two\r"]
     assert len(heard) > 3 and b"".join(heard[2:]) == b"three" + b"x" * 200_000
 
@@ -87,14 +87,14 @@ def test_a_fleet_reads_and_writes_lines(tmp_path: Path) -> None:
         for number in range(3):
             fleet.start(number)
         fleet.say(1, "this")
-        assert fleet.heard.get(timeout=30) == (1, "heard this\n")
+        assert fleet.heard.get(timeout=PATIENCE_S) == (1, "heard this\n")
         fleet.say(0, "end")
-        assert fleet.heard.get(timeout=30) == (0, "heard end\n")
-        assert fleet.heard.get(timeout=30) == (0, 4)
+        assert fleet.heard.get(timeout=PATIENCE_S) == (0, "heard end\n")
+        assert fleet.heard.get(timeout=PATIENCE_S) == (0, 4)
         assert fleet.errors(0) == "woe"
         fleet.say(0, "nobody hears this")
         fleet.kill(2)
-        number, status = fleet.heard.get(timeout=30)
+        number, status = fleet.heard.get(timeout=PATIENCE_S)
         assert number == 2 and status != 0
 
 

@@ -58,7 +58,6 @@ def agree(scripts: list[Reporter]) -> None:
     assert steps > len(digests) > 0, "no step was reported by two peers"
 
 
-@pytest.mark.timeout(150)  # to import torch takes its time on a busy machine
 @pytest.mark.parametrize(
     "name", ["ddp", pytest.param("diloco", marks=pytest.mark.slow), "async_diloco"]
 )

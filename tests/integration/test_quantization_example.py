@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from peers.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +32,7 @@ def test_the_tables_in_the_documentation(tmp_path: Path) -> None:
         [sys.executable, ROOT / "examples" / "quantization.py", plot],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=PATIENCE_S,
         cwd=tmp_path,
     )
     assert ended.returncode == 0, ended.stderr

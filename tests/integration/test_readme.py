@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from peers.waiting import PATIENCE_S
 
 import pccl
 from pccl.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "127.0.0.1:48148"
-PATIENCE_S = 50
 
 
 class Peers:
@@ -64,7 +64,6 @@ def program_of_the_readme() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)  # 9,000 steps in all, beside other tests
 def test_the_loop_survives_a_kill_and_a_peer_that_joins(tmp_path: Path) -> None:
     """All peers at the end hold the same weights."""
     program = program_of_the_readme()

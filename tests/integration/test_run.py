@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from peers.waiting import wait_until
+from peers.waiting import PATIENCE_S, wait_until
 
 from pccl.cli import main as cli
 from pccl.cli import run
@@ -134,7 +134,7 @@ def test_a_signal_is_passed_on_and_a_second_one_kills(program: str) -> None:
         if program is STUBBORN:
             assert launcher.stdout.readline() == "[0] asked\n"
             launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(20) == 128 + signal.SIGTERM
+        assert launcher.wait(PATIENCE_S) == 128 + signal.SIGTERM
 
 
 # What a child can do, and how `pccl run` prints it or ends.
@@ -237,7 +237,7 @@ def test_output_is_passed_on_as_bytes(what: str) -> None:
     found = subprocess.run(
         [sys.executable, "-m", "pccl", "run", "--master", "h", "--", *PYTHON, program],
         capture_output=True,
-        timeout=30,
+        timeout=PATIENCE_S,
         check=True,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
     )
@@ -273,7 +273,7 @@ def test_lines_of_others_do_not_tear_a_line() -> None:
     printer.print(1, [b"whole\n"], written)
     os.write(writing, b"c\n")
     os.close(writing)
-    output.join(30)
+    output.join(PATIENCE_S)
     assert written.buffer.getvalue() == b"[1] whole\n[0] abc\n"
 
 
@@ -305,7 +305,7 @@ def test_copies_survive_a_closed_output(tmp_path: Path) -> None:
     ) as began:
         assert began.stdout is not None
         began.stdout.close()
-        assert began.wait(30) == 0
+        assert began.wait(PATIENCE_S) == 0
     assert done.exists()
 
 

@@ -490,7 +490,6 @@ def test_thousands_of_entries(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_an_entry_above_4_gib(tmp_path: Path) -> None:
     """Its memory is a sparse file: offsets beyond 32 bits, not much of it in memory."""
     count = (4 << 30) + (5 << 20) + 3

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from peers.waiting import PATIENCE_S
 
 import pccl
 from pccl.cli import main as cli
@@ -115,7 +116,6 @@ def _commands(where: str, text: str) -> Iterator[Command]:
 
 COMMANDS = commands()
 READABLE = [page for page in PAGES if any(b.language == "python" for b in blocks(page, made=False))]
-PATIENCE_S = 40.0
 PEERS = {"machines.md": 4}  # where the page waits for more than two
 MASTER = re.compile(r'"[\w.-]+:48148"')
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from pages import listed
 from peers.cluster import Cluster, client_of, grow
+from peers.waiting import PATIENCE_S
 
 import pccl
 from pccl.runtime.client.call import Call
@@ -127,7 +128,7 @@ def test_holders_are_lost_in_the_middle(
                 info = comm.sync_shared_state(shared)
                 assert (array == 1).all() and shared.revision == 1 and not shared.torn
                 assert info.rx_bytes == array.nbytes  # what is asked for again comes once
-                out, _ = running[1].communicate(timeout=30)
+                out, _ = running[1].communicate(timeout=PATIENCE_S)
                 assert 0 < int(out)
             else:
                 for _ in range(2):  # no holder is left to mend it
@@ -153,10 +154,12 @@ def test_a_receiver_is_killed_in_the_middle(backend: str) -> None:
     mib = 64
     with pccl.MasterNode("127.0.0.1:0") as master, holders(master.address, 2, 3, mib) as running:
         program = [sys.executable, "-c", RECEIVER, master.address, str(mib)]
-        receiver = subprocess.run(program, cwd=SUPPORT, timeout=20, capture_output=True, text=True)
+        receiver = subprocess.run(
+            program, cwd=SUPPORT, timeout=PATIENCE_S, capture_output=True, text=True
+        )
         assert receiver.returncode == -signal.SIGKILL, receiver.stderr
         for peer in running:  # it ends for them as if it had not been there
-            out, error = peer.communicate(timeout=30)
+            out, error = peer.communicate(timeout=PATIENCE_S)
             assert out.strip().isdecimal(), error
 
 

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from pages import listed
 from peers.cluster import Cluster, client_of, in_threads
 from peers.processes import Master
-from peers.waiting import wait_until
+from peers.waiting import PATIENCE_S, wait_until
 
 import pccl
 from pccl.ext import lib
@@ -148,7 +148,7 @@ class StreamsHarness:
         )
 
     def work(self) -> None:
-        self.posted.get(timeout=20)()
+        self.posted.get(timeout=PATIENCE_S)()
 
     def wait(self) -> str:
         """Until a stream is given up: why."""

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from peers.waiting import PATIENCE_S
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -66,7 +67,7 @@ def suite(program: str, directory: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "pytest", *options, f"--rootdir={directory}", str(path)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=PATIENCE_S,
         env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS / 'support'}"},
         cwd=directory,
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ import torch.distributed as dist
 from pages import listed
 from peers.cluster import Cluster, in_threads
 from peers.ports import unused_port
-from peers.waiting import wait_until
+from peers.waiting import PATIENCE_S, wait_until
 from torch.distributed import distributed_c10d as c10d
 
 import pccl
+from pccl.runtime.client.call import Deadline
+from pccl.runtime.client.connect import RetryPolicy
 from pccl.torch import ProcessGroup, creation, hosted
 from pccl.torch.hosted import KEY, HostedMaster
 
@@ -68,7 +71,7 @@ def test_the_address_of_a_master_that_is_no_more_is_read_again() -> None:
 
     def member(rank: int) -> tuple[int, int]:
         if rank == 0:
-            assert store.again.wait(20)
+            assert store.again.wait(PATIENCE_S)
         group = begin(store, rank)
         found = group.getRank(), group.getSize()
         group.barrier().wait()
@@ -297,25 +300,34 @@ def test_members_begin_together_and_one_that_comes_later_does_not_wait_for_as_ma
         assert in_threads([go_on, come]) == [2, 2]
 
 
-def test_an_incomplete_group_is_a_timeout() -> None:
+def test_an_incomplete_group_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = pccl.Communicator.connect  # takes its time on a busy machine
+    monkeypatch.setattr(pccl.Communicator, "connect", lambda its, timeout: connect(its))
     with (
         pccl.MasterNode("127.0.0.1:0") as master,
         pytest.raises(pccl.PCCLTimeoutError, match="1 of 2 members are there in time"),
     ):
-        creation.join(master.address, 2, timeout=timedelta(seconds=0.3))
+        creation.join(master.address, 2, timeout=timedelta(seconds=0.3), patience_s=PATIENCE_S)
 
 
 def test_a_timeout_at_a_group_without_admission_explains_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """So does a restarted copy when the others use torch's own classes."""
+    admission = RetryPolicy.admission
+
+    def too_late(policy: RetryPolicy, client: Any, call: Any) -> Any:
+        wait_until(lambda: "still waits: if the group has begun without it" in caplog.text)
+        policy._call = Deadline(0.0)
+        return admission(policy, client, call)
+
     monkeypatch.setattr(creation, "HINT_S", 0.1)
     with pccl.MasterNode("127.0.0.1:0") as master:
-        group = creation.join(master.address, 1, timeout=timedelta(seconds=20))
-        said = r"did not admit this one within 0\.5 s.* torch's own DistributedDataParallel admits"
+        group = creation.join(master.address, 1, timeout=timedelta(seconds=PATIENCE_S))
+        monkeypatch.setattr(RetryPolicy, "admission", too_late)
+        said = r"did not admit this one within 120 s.* torch's own DistributedDataParallel admits"
         with pytest.raises(pccl.PCCLTimeoutError, match=said):
-            creation.join(master.address, 1, timeout=timedelta(seconds=0.5))
-        assert "this process still waits: if the group has begun without it" in caplog.text
+            creation.join(master.address, 1, timeout=timedelta(seconds=PATIENCE_S))
         group.shutdown()
 
 
@@ -348,4 +360,4 @@ _pccl_torch.register()
 @pytest.mark.parametrize("program", [LAZY, BROKEN], ids=["lazy", "broken"])
 def test_torch_knows_the_name_without_an_import(program: str, tmp_path: Path) -> None:
     # elsewhere than in a checkout, whose metadata may be old
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=50, cwd=tmp_path)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S, cwd=tmp_path)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peers.cluster import Cluster
-from peers.waiting import wait_until
+from peers.waiting import PATIENCE_S, wait_until
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d_C
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
@@ -294,10 +294,10 @@ def test_messages_between_two_members(three: Groups) -> None:
             for i in range(3):
                 group.send([torch.full((3,), float(i))], 0, 7)
             group.send([torch.tensor([[True, False], [False, True]])], 0, 8).wait()
-            assert received[0].wait(20)
+            assert received[0].wait(PATIENCE_S)
         group.send([torch.tensor([10.0 * rank])], 0, 9).wait()
         if rank == 2:
-            assert received[1].wait(20)
+            assert received[1].wait(PATIENCE_S)
             group.send([torch.tensor([30.0])], 0, 9).wait()
         return []
 
@@ -350,7 +350,7 @@ def test_many_are_under_way_at_once_and_callbacks_may_wait_for_others(two: Group
         assert all(work.is_completed() and work.is_success() for work in works)
         callback = total if group.rank() else together
         if group.rank():
-            assert added.wait(60)  # a callback that comes too late runs in `then`
+            assert added.wait(PATIENCE_S)  # a callback that comes too late runs in `then`
         futures = [
             group.allreduce([tensor]).get_future().then(callback) for tensor in launched[:20]
         ]
@@ -484,7 +484,7 @@ def test_a_backward_pass_beside_an_exclusive_call_is_an_error_and_the_next_one_i
             with pytest.raises(RuntimeError, match="update_topology"):
                 gradients(ready[id(group)], group.rank())
         with pytest.raises(pccl.MismatchError, match="never meet"):
-            beside.result(20)
+            beside.result(PATIENCE_S)
     assert two.each(lambda group: gradients(ready[id(group)], group.rank())) == wanted
 
 

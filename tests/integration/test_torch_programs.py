@@ -77,7 +77,7 @@ class Launched:
         """Ends whatever is left."""
         self._process.terminate()  # so that it ends those that have reported nothing yet
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(30)
+            self._process.wait(PATIENCE_S)
         self.kill()
         self._reader.join()
         assert self._process.stdout is not None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from peers.waiting import wait_until
 from torch import nn
-from training.replicas import DEADLINE_S, Gone, Meeting
+from training.replicas import PATIENCE_S, Gone, Meeting
 
 import pccl
 from pccl.torch import ProcessGroup
@@ -136,7 +136,7 @@ class Replica:
 
     def end(self) -> Replica:
         for thread in self._threads:
-            thread.join(DEADLINE_S)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive(), f"replica {self.name} hangs"
         return self
 
@@ -198,7 +198,7 @@ class HalfDead(Replica):
 
     def before_mean(self, process: Process, layer: int) -> None:
         if process.step == 2 and process.shard == 1:
-            assert self._has_mean.wait(DEADLINE_S)
+            assert self._has_mean.wait(PATIENCE_S)
             process.leave()
 
 
@@ -224,12 +224,12 @@ class Waiting(Replica):
 
     def before_step(self, process: Process) -> None:
         if process.step == self._at:
-            self._there.wait(DEADLINE_S)
-            assert self._goes_on.wait(DEADLINE_S)
+            self._there.wait(PATIENCE_S)
+            assert self._goes_on.wait(PATIENCE_S)
 
     def wait(self) -> None:
         """Returns when it waits."""
-        self._there.wait(DEADLINE_S)
+        self._there.wait(PATIENCE_S)
 
     def go_on(self) -> None:
         self._goes_on.set()
@@ -286,7 +286,7 @@ class HalfThere(Replica):
 
     def after_exchange(self, process: Process) -> None:
         if process.shard == 1:
-            assert self._has_agreed.wait(DEADLINE_S)
+            assert self._has_agreed.wait(PATIENCE_S)
             process.leave()
 
 
@@ -312,7 +312,7 @@ class Vanishing(Waiting):
 
     def before_state(self, process: Process) -> None:
         if process.synchronizations == 2 and process.shard == 1:
-            assert self.has_given.wait(DEADLINE_S)
+            assert self.has_given.wait(PATIENCE_S)
             process.leave()
 
 

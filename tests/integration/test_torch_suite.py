@@ -14,7 +14,6 @@ SUITE = Path(__file__).resolve().parents[2] / "stress" / "torch_suite.py"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(
     importlib.util.find_spec("expecttest") is None, reason="torch's tests need expecttest"
 )

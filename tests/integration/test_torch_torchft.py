@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from peers.cluster import in_threads
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(170)]
+pytestmark = pytest.mark.slow
 
 
 def test_a_group_of_torchft_is_reconfigured_after_a_loss() -> None:

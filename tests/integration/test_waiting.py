@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from peers.cluster import Cluster
-from peers.waiting import wait_until
+from peers.waiting import PATIENCE_S, wait_until
 
 import pccl
 from pccl.runtime import limits
@@ -24,7 +24,7 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
 
 
 def ends(thread: threading.Thread) -> None:
-    thread.join(30)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from pages import listed
 from peers.cluster import gather, grow, in_threads
-from peers.waiting import wait_until
+from peers.waiting import PATIENCE_S, wait_until
 from simulation.manual import ManualRun
 
 import pccl
@@ -372,7 +372,7 @@ def test_a_forked_child_does_not_keep_the_port() -> None:
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=PATIENCE_S,
     )
     assert ended.stdout == "free\n", ended.stderr
 

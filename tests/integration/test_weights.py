@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import zmq
 from pages import listed
-from peers.processes import Master
+from peers.processes import Master, stop
 from peers.strangers import speaker, welcome
-from peers.waiting import wait_until
+from peers.waiting import PATIENCE_S, wait_until
 
 import pccl
 from pccl import weights
@@ -35,7 +35,6 @@ from pccl.weights.publisher import DELTAS_MAX
 from pccl.weights.tensors import Tensors, blob_of, found_digests
 
 Parameters = dict[str, np.ndarray]
-PATIENCE_S = 20.0
 
 
 def parameters(scale: float = 1.0) -> Parameters:
@@ -379,7 +378,7 @@ def test_a_number_that_is_published_again_takes_nothing_away() -> None:
     master = Master()
     try:
         with weights.Publisher(master.address, source) as trainer:
-            master.process.send_signal(signal.SIGSTOP)
+            stop(master.process)
             with pytest.raises(pccl.PCCLTimeoutError):
                 trainer.publish(3, timeout=0.01)
             with pytest.raises(pccl.PCCLError, match="version 3 is under way"):

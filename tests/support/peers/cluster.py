@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import pccl
 from pccl.runtime.client.client import PeerClient
+from peers.waiting import PATIENCE_S
 
 T = TypeVar("T")
-PATIENCE_S = 60.0
 
 
 def in_threads(jobs: list[Callable[[], T]], patience_s: float = PATIENCE_S) -> list[T]:

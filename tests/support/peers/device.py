@@ -11,6 +11,7 @@ import numpy as np
 
 from pccl.runtime.client.memory import Stretch
 from pccl.tensors import Buffer
+from peers.waiting import PATIENCE_S
 
 
 class Host:
@@ -37,7 +38,9 @@ class Copy:
         self.done = threading.Event()
 
     def synchronize(self) -> None:
-        assert self.done.wait(30), f"the {self.kind} of byte {self.stretch.begin} is not made"
+        assert self.done.wait(PATIENCE_S), (
+            f"the {self.kind} of byte {self.stretch.begin} is not made"
+        )
         if self.fails(self):
             raise RuntimeError("the device is lost")
 

@@ -19,11 +19,11 @@ from pccl.runtime.client.engine import (
     Event,
     Part,
 )
+from peers.waiting import PATIENCE_S
 
 F32, SUM = 10, 0  # a data type and an operation, as the engine numbers them
 RUN, NONCE = 77, 3
 ALIGNMENT: int = lib.PCCL_ALIGNMENT
-DEADLINE_S = 20.0
 
 
 class Peer:
@@ -35,7 +35,7 @@ class Peer:
 
     def wait(self, kind: int, number: int) -> Event:
         """The event of that kind for that op, or stream."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             for event in self.seen:
                 same = event.stream if kind in (STREAM_LOST, STREAM_UP) else event.op

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -17,9 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from peers import scripts
+from peers.waiting import PATIENCE_S
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
 Report = dict[str, Any]
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """SIGSTOP; returns when a child stands still: before that, some of its threads may go on."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
 
 class Reporter:
@@ -90,7 +98,6 @@ class Master:
 
 
 WORKER = PROGRAMS / "worker.py"
-PATIENCE_S = 40.0
 
 
 class Worker(Reporter):

@@ -13,12 +13,12 @@ import zmq
 
 from pccl.protocol import messages as m
 from pccl.runtime.server.server import Server
+from peers.waiting import PATIENCE_S
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
 READY_DEALER = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 AS_PUSH = b"\x0bSocket-Type\x00\x00\x00\x04PUSH"
 READY_PUSH = b"\x04\x1a\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
-PATIENCE_S = 20.0
 HANDSHAKE_MAX = 256  # bytes that a socket of ZeroMQ sends before its first message, at most
 Member = tuple[bytes, bytes]  # whom a stream wants, and the epoch's nonce
 

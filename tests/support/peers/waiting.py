@@ -15,7 +15,7 @@ import pccl
 from pccl.protocol.master.status import Phase
 from pccl.runtime.server.eventlog import HEAD_START
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0  # until a hang is certain, on a busy machine too
 PAUSE_S, PAUSE_MAX_S = 0.001, 0.02  # between two looks; longer each time, up to this
 
 

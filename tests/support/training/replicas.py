@@ -13,7 +13,7 @@ import pytest
 import pccl
 from pccl.diloco import DiLoCo
 from pccl.diloco.model import Replica
-from training.small import DEADLINE_S, Model, make
+from training.small import PATIENCE_S, Model, make
 
 
 class Gone(Exception):
@@ -40,7 +40,7 @@ class Meeting:
             told = self._rounds[at]
             told[index] = list(numbers)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: len(told) == self.size or self._ended, DEADLINE_S)
+            self._changed.wait_for(lambda: len(told) == self.size or self._ended, PATIENCE_S)
             if len(told) < self.size:
                 raise Gone
             return [told[process] for process in range(self.size)]
@@ -131,7 +131,7 @@ class Team:
     def end(self) -> Team:
         """Waits until it ends; raises what has ended it unless that was meant."""
         for thread in self._threads:
-            thread.join(DEADLINE_S)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive(), f"replica {self.name} hangs"
         return self
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from peers.cluster import in_threads
+from peers.waiting import PATIENCE_S
 
 import pccl
 from pccl import extension
 from pccl.diloco import DiLoCo
 from pccl.protocol.master.membership import Deadlines
 
-DEADLINE_S = 30
 N = 1000
 
 
@@ -74,7 +74,7 @@ def make(comm: pccl.Communicator, model: Model, **options: Any) -> DiLoCo:
 
 def together(*bodies: Callable[[], Any]) -> list[Any]:
     """Runs each body in a thread. Returns their results, or raises the first error of any."""
-    return in_threads(list(bodies), DEADLINE_S)
+    return in_threads(list(bodies), PATIENCE_S)
 
 
 def compute() -> None:
@@ -99,7 +99,7 @@ def refuse(
                 diloco.step()
 
     def misfit() -> None:
-        assert ready.wait(DEADLINE_S)
+        assert ready.wait(PATIENCE_S)
         try:
             with pccl.Communicator(address) as comm, pytest.raises(errors, match=why):
                 make(comm, Model(), **own)
@@ -168,7 +168,7 @@ class Deserter:
         if self.armed and name == self._name:
             self._left -= 1
             if self._left == 0:
-                assert self._after is None or self._after.wait(DEADLINE_S)
+                assert self._after is None or self._after.wait(PATIENCE_S)
                 raise Left
         return getattr(self._comm, name)
 
@@ -224,7 +224,7 @@ def come_and_go(train: Callable[[int, threading.Event], Any]) -> tuple[Any, Any,
             train(2, ready)
 
     def join() -> Any:
-        assert ready.wait(DEADLINE_S)
+        assert ready.wait(PATIENCE_S)
         return train(3, ready)
 
     ours, theirs, _, new = together(lambda: train(0, ready), lambda: train(1, ready), leave, join)
@@ -305,5 +305,5 @@ class StoppedSyncer:
     def _wait_and_ask(self, comm: pccl.Communicator, grace: Any) -> bool:
         if comm in self.comms and not self.away.is_set():
             self.away.set()
-            assert self.back.wait(DEADLINE_S)
+            assert self.back.wait(PATIENCE_S)
         return self._ask(comm, grace)
