@@ -8,12 +8,15 @@ import os
 import sys
 
 from pccl.cli.arguments import option
+from pccl.cli.main import main as command
+from pccl.cli.terminal import Refused, complain
 from pccl.errors import PCCLError
 from pccl.master_node import MasterNode, serve_until_signal
 from pccl.runtime.config import configure_logging
 from pccl.runtime.resources import raise_descriptor_limit
 from pccl.runtime.server.journal import OnError
 from pccl.support import DEFAULT_PORT
+from pccl.types import Result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,17 +67,18 @@ def run(args: argparse.Namespace) -> int:
             http=args.http,
             dial_back=not args.no_dial_back,
         )
+    except ValueError as error:  # an address is malformed
+        raise Refused(error) from None
+    try:
         serve_until_signal(master)
-    except (PCCLError, ValueError) as error:  # ValueError: a setting is malformed
-        print(f"pccl master: {error}", file=sys.stderr)
-        return 1
+    except PCCLError as error:
+        complain("master", error)
+        return 2 if error.result is Result.INVALID_USAGE else 1  # 2: it could not start
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="pccl_master", description="The master of a pccl run.")
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
+    return command(["master", *(sys.argv[1:] if argv is None else argv)])
 
 
 if __name__ == "__main__":

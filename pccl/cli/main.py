@@ -6,12 +6,15 @@ So a master starts quickly, even on a machine without numpy.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from importlib import import_module
 
 from pccl import __version__
 from pccl.cli.terminal import Refused, complain
 from pccl.errors import PCCLError
+from pccl.runtime.config import Config
 from pccl.runtime.signals import ended_by, interrupt
 
 COMMANDS = {  # name -> its help
@@ -65,28 +68,46 @@ def parser(*asked: str) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one sub-command. The exit code is 1 if it fails, and 2 if it cannot start."""
+    """Runs one sub-command.
+
+    Returns:
+        The exit code: 1 if what it checks is bad, 2 if it cannot do its work.
+    """
     argv = sys.argv[1:] if argv is None else argv
     asked = next((word for word in argv if not word.startswith("-")), "")
-    if not argv:
-        parser().print_help()
-        return 0
     try:
-        args, unknown = parser(asked).parse_known_args(argv)
-        if unknown:  # argparse itself would show the usage of all commands
-            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        with ended_by(interrupt):
-            return int(args.run(args))
-    except (PCCLError, OSError) as error:
+        try:
+            return _run(asked, argv)
+        finally:
+            print(end="", flush=True)  # else Python does it at its end, and complains
+    except BrokenPipeError:  # the reader of the output has enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + getattr(signal, "SIGPIPE", 13)
+    except (PCCLError, OSError, Refused) as error:
         complain(asked, error)
     except ModuleNotFoundError as error:
         complain(asked, f"it needs {error.name}: pip install {error.name}")
-    except Refused as error:
-        complain(asked, error)
-        return 2
+    except ValueError:
+        try:
+            Config.from_env()
+        except ValueError as error:
+            complain(asked, error)
+        else:
+            raise
     except KeyboardInterrupt:
         return 130
-    return 1
+    return 2
+
+
+def _run(asked: str, argv: list[str]) -> int:
+    if not argv:
+        parser().print_help()
+        return 0
+    args, unknown = parser(asked).parse_known_args(argv)
+    if unknown:  # argparse itself would show the usage of all commands
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    with ended_by(interrupt):
+        return int(args.run(args))
 
 
 if __name__ == "__main__":

@@ -91,8 +91,19 @@ def test_the_command_reports_a_bad_setting_in_one_line(
     monkeypatch.setenv("PCCL_HEARTBEAT_MS", "0")
     for command, words in ((master.main, options), (cli.main, ["master", *options])):
         status, said = command(words), capfd.readouterr().err
-        assert (status, said.count("\n")) == (1, 1), said
+        assert (status, said.count("\n")) == (2, 1), said
         assert said.startswith("pccl master: ") and says in said
+
+
+@pytest.mark.parametrize("words", ["doctor", "bench all_reduce"])
+def test_commands_with_a_bad_setting_say_so_in_one_line(
+    words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PCCL_HEARTBEAT_MS", "x")
+    assert cli.main(words.split()) == 2
+    err = capfd.readouterr().err
+    assert err.startswith(f"pccl {words.split()[0]}: PCCL_HEARTBEAT_MS is 'x'"), err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", [["pccl.master"], ["pccl", "master"]])
@@ -104,7 +115,7 @@ def test_a_process_with_a_bad_setting_ends(
     ended = subprocess.run(
         words, capture_output=True, text=True, timeout=PATIENCE_S, cwd=Path.home()
     )
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert ended.stderr.startswith("pccl master: ") and ended.stderr.count("\n") == 1, ended.stderr
     assert "PCCL_HEARTBEAT_MS is '0'" in ended.stderr
 

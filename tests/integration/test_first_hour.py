@@ -256,7 +256,7 @@ def test_mistakes_at_the_command_line_are_answered_in_a_sentence(
 def test_a_mistake_ends_the_process_with_its_status(start: Start) -> None:
     process = start("-m", "pccl", "keys", "/proc/nope")
     _, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert err.startswith("pccl keys: ") and len(err.splitlines()) == 1
 
 

@@ -120,7 +120,7 @@ def test_two_masters_are_not_given_the_same_one(path: Path) -> None:
         refused(path, rf"another master \(process {master.process.pid}\) uses it")
         command = [sys.executable, "-m", "pccl.master", "--listen-address", "127.0.0.1:0"]
         second = subprocess.run([*command, "--state", path], capture_output=True, text=True)
-        assert second.returncode == 1
+        assert second.returncode == 2
         assert "another master" in second.stderr
         assert len(second.stderr.splitlines()) == 1
     finally:

@@ -99,7 +99,7 @@ def test_it_prints_a_table_and_a_call(capsys: pytest.CaptureFixture[str]) -> Non
 def test_links_come_from_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     with pccl.MasterNode("127.0.0.1:0", http="127.0.0.1:0") as master:
         where = f"plan --params 7B --links {master.http_address}"
-        assert cli.main(where.split()) == 1
+        assert cli.main(where.split()) == 2
         assert "no link of that run is measured" in capsys.readouterr().err
         assert cli.main(f"{where} --peers 8 --uplink 200M".split()) == 0
 

@@ -172,7 +172,7 @@ def test_a_file_without_end_is_no_log(
     monkeypatch.setattr(limits, "EVENT_LOG_LINE_BYTES", 1 << 20)
     path.symlink_to("/dev/zero")
     status, out, err = replay()
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert err.endswith("has more than 1048576 bytes: it is not an event log\n")
 
 
@@ -257,10 +257,10 @@ def test_a_trace_has_each_call_and_each_wait(
 
 
 def test_other_files_are_refused(replay: Replay, path: Path) -> None:
-    assert replay() == (1, "", f"pccl replay: there is no event log {path}\n")
+    assert replay() == (2, "", f"pccl replay: there is no event log {path}\n")
     path.write_text("something else\n", encoding="utf-8")
     status, _, err = replay()
-    assert status == 1
+    assert status == 2
     assert err.endswith("is not an event log of a master: it begins with no head\n")
     head = '{"type":"pccl event log","version":9,"pccl":"9.1","process":1,"unix_s":1.0,'
     path.write_text(head + '"monotonic_s":1.0,"line":0,"missing":0}\n', encoding="utf-8")

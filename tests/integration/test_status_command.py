@@ -197,7 +197,7 @@ def test_another_service_answers(
     answer: bytes, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answering(answer) as address:
-        assert cli.main(["status", address]) == 1
+        assert cli.main(["status", address]) == 2
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1
     assert err.startswith("pccl status: ") and address in err and why in err
@@ -207,9 +207,9 @@ def test_no_answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr(command, "PATIENCE_S", 0.05)
-        assert cli.main(["status", address]) == 1
+        assert cli.main(["status", address]) == 2
         assert f"no status from {address}: it takes too long." in capsys.readouterr().err
-    assert cli.main(["status", address]) == 1
+    assert cli.main(["status", address]) == 2
     why = f"no status from {address}: Connection refused. Has the master been started with --http"
     assert why in capsys.readouterr().err
 
@@ -222,7 +222,7 @@ def test_control_characters_of_a_stranger_are_not_printed(
         assert cli.main(["status", address]) == 0
     assert capsys.readouterr().out.startswith("pccl ?[2J?; peers: 0")
     with answering(http(b"\x1b[2J\r\nx", "500 \x1b[2J")) as address:
-        assert cli.main(["status", address]) == 1
+        assert cli.main(["status", address]) == 2
     assert "\x1b" not in capsys.readouterr().err
 
 
@@ -287,8 +287,8 @@ def test_top_without_an_answer_or_a_terminal(
 ) -> None:
     screen = terminal(monkeypatch)
     looks(monkeypatch, "no status from there")
-    assert cli.main(["top", "1"]) == 1
+    assert cli.main(["top", "1"]) == 2
     assert screen.getvalue() == "" and "no status from there" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert cli.main(["top", "1"]) == 1
+    assert cli.main(["top", "1"]) == 2
     assert "it needs a terminal" in capsys.readouterr().err
