@@ -82,7 +82,10 @@ PeerName = Annotated[str, Meta(max_length=PEER_NAME_CHARS_MAX)]
 Hosts = Annotated[tuple[Name, ...], Meta(max_length=ADVERTISED_MAX - 1)]
 Token = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 Lanes = Annotated[int, Meta(ge=1, le=256)]
-Data = Annotated[bytes, Meta(max_length=INLINE_BYTES_MAX)]
+if TYPE_CHECKING:
+    Data: TypeAlias = bytes | memoryview
+else:  # a view of the message that it is decoded from: no copy
+    Data = Annotated[memoryview, Meta(max_length=INLINE_BYTES_MAX)]
 Pair = Annotated[tuple[U64, ...], Meta(max_length=2)]
 Rows = Annotated[tuple[U64, ...], Meta(max_length=MEMBERS_MAX)]
 
@@ -1111,12 +1114,12 @@ def _frame(messages: Sequence[bytes]) -> bytes:
     return b"".join((_HEAD, b"\xdc", len(messages).to_bytes(2, "big"), *messages))
 
 
-def opened(frame: bytes) -> Sequence[bytes]:
+def opened(frame: bytes | memoryview) -> Sequence[bytes | memoryview]:
     """Unpacks the encoded messages of a frame.
 
     Raises ProtocolError: it is not a frame of this protocol. The messages inside are not checked.
     """
-    if not frame.startswith(_HEAD):
+    if frame[: len(_HEAD)] != _HEAD:
         return (frame,)
     if len(frame) > MESSAGE_BYTES_MAX:
         raise ProtocolError(f"a frame of {len(frame)} bytes")

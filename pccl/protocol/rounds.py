@@ -95,7 +95,7 @@ class Vote:
 
     call: int
     payload: Any  # m.Spec, m.Manifest; in are_peers_pending: is it patient?
-    data: bytes | None = None
+    data: bytes | memoryview | None = None
     stuck: bool = False
     rows: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # for each rank, and from each
     held: int = 0  # approximate bytes that it takes in memory

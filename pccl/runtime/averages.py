@@ -55,7 +55,7 @@ def _divided(total: np.ndarray, members: int, negative: np.ndarray) -> np.ndarra
     return mean
 
 
-def average(parts: Sequence[bytes], dtype: DataType) -> bytes:
+def average(parts: Sequence[bytes | memoryview], dtype: DataType) -> bytes:
     kind = dtype.to_numpy_dtype()
     arrays = [np.frombuffer(part, kind) for part in parts]
     if kind.itemsize < 8:

@@ -24,8 +24,11 @@ def keep_memory() -> None:
         bytearray(KEPT_BYTES)
 
 
-def combine(work: m.Spec, parts: Sequence[bytes]) -> bytes:
-    """Reduces contributions of `work.count` elements each, in their order.
+_allocate = ffi.new_allocator(should_clear_after_alloc=False)
+
+
+def combine(work: m.Spec, parts: Sequence[m.Data]) -> m.Data:
+    """Reduces two or more contributions of `work.count` elements each, in their order.
 
     It uses the ring's kernels, so 16-bit floats are rounded once per contribution here, too.
     """
@@ -34,10 +37,11 @@ def combine(work: m.Spec, parts: Sequence[bytes]) -> bytes:
         from pccl.runtime import averages  # imports numpy
 
         return averages.average(parts, dtype)
-    total = bytearray(parts[0])
-    out = ffi.from_buffer("unsigned char[]", total)
-    for index, part in enumerate(parts[1:], 2):
+    first, *others = (ffi.from_buffer("unsigned char[]", part) for part in parts)
+    out = _allocate("unsigned char[]", len(first))
+    for index, part in enumerate(others, 2):
         divisor = index if index == len(parts) else 1  # AVG divides at the end
-        status = lib.pccl_reduce(work.dtype, work.redop, out, out, part, work.count, divisor)
+        status = lib.pccl_reduce(work.dtype, work.redop, out, first, part, work.count, divisor)
         assert status == 0, "the votes have been checked"
-    return bytes(total)
+        first = out
+    return memoryview(ffi.buffer(out))

@@ -27,7 +27,7 @@ import zmq
 from pccl.ext import address_of, ffi, lib
 from pccl.ext.tables import load
 
-KEPT_BYTES = 1 << 16  # received messages up to this size are kept until the next call
+COPIED_BYTES = 1 << 16  # the largest received frame that is copied
 
 
 def _locked(name: str, socket: zmq.Socket[bytes], *arguments: Any) -> Callable[..., int]:
@@ -45,9 +45,38 @@ def _error(number: int) -> zmq.ZMQError:
 _CLOSED = -zmq.ENOTSOCK
 
 
-def _memory() -> Any:
-    table = load().table
-    return ffi.gc(ffi.new("pccl_mail *"), lambda mail: lib.pccl_mail_drop(table, mail))
+class _Receiver:
+    """Calls a function of the C core that receives frames, and holds them until the next call.
+
+    Large frames are not copied: a view keeps the memory of its frame, and the next call uses other
+    memory.
+    """
+
+    def __init__(self, name: str, socket: zmq.Socket[bytes], *arguments: Any) -> None:
+        self._function = _locked(name, socket, ctypes.c_void_p, *arguments)
+        self._drop = partial(lib.pccl_mail_drop, load().table)
+        self._renew()
+
+    def _renew(self) -> None:
+        self.mail = ffi.gc(ffi.new("pccl_mail *"), self._drop)
+        self._address, self._lent = address_of(self.mail), False
+
+    def __call__(self, *arguments: int) -> int:
+        self.let_go()
+        return self._function(self._address, *arguments)
+
+    def let_go(self) -> None:
+        """Leaves the memory of large frames to their views."""
+        if self._lent:
+            self._renew()
+
+    def frame(self, index: int) -> bytes | memoryview:
+        mail = self.mail
+        data, size = mail.data[index], mail.size[index]
+        if size <= COPIED_BYTES:
+            return bytes(ffi.buffer(data, size))
+        self._lent = True
+        return memoryview(ffi.buffer(ffi.gc(data, lambda _: mail), size))
 
 
 class Mail:
@@ -57,10 +86,7 @@ class Mail:
         backend = load()
         self._socket = socket
         self._by_python = backend.name != "libzmq"  # that backend calls back into Python
-        self._table = backend.table
-        self._mail = _memory()
-        take = _locked("pccl_mail_take", socket, ctypes.c_void_p, ctypes.c_uint32)
-        self._receive = partial(take, address_of(self._mail), lib.PCCL_MAIL_MAX)
+        self._receive = _Receiver("pccl_mail_take", socket, ctypes.c_uint32)
         bytes_ = (ctypes.c_char_p, ctypes.c_size_t)
         self._send = _locked("pccl_mail_send", socket, *bytes_, ctypes.c_void_p)
 
@@ -86,24 +112,20 @@ class Mail:
             return False
         return self._send(data, len(data), sent) == 0
 
-    def take(self) -> list[bytes]:
+    def take(self) -> list[bytes | memoryview]:
         """Receives all waiting messages, until the socket is empty."""
-        taken: list[bytes] = []
+        taken: list[bytes | memoryview] = []
         if self._by_python:
             while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 taken.append(self._socket.recv(zmq.DONTWAIT))
             return taken
-        n = _CLOSED if self._socket.closed else self._receive()
-        while n > 0:
-            data, size = self._mail.data, self._mail.size
-            taken += [bytes(ffi.buffer(data[i], size[i])) for i in range(n)]
-            if n < lib.PCCL_MAIL_MAX:
-                break
-            n = self._receive()
-        if n < 0:
-            raise _error(n)
-        if taken and sum(map(len, taken)) > KEPT_BYTES:
-            lib.pccl_mail_drop(self._table, self._mail)
+        n = most = lib.PCCL_MAIL_MAX
+        while n == most:
+            n = _CLOSED if self._socket.closed else self._receive(most)
+            if n < 0:
+                raise _error(n)
+            taken += map(self._receive.frame, range(n))
+        self._receive.let_go()
         return taken
 
 
@@ -116,12 +138,10 @@ class RouterMail:
         self._by_python = backend.name != "libzmq"
         bytes_ = (ctypes.c_char_p, ctypes.c_size_t)
         self._send = _locked("pccl_mail_send_to", router, *bytes_, *bytes_)
-        self._mail = _memory()
-        take = _locked("pccl_mail_take_from", router, ctypes.c_void_p)
-        self._receive = partial(take, address_of(self._mail))
+        self._receive = _Receiver("pccl_mail_take_from", router)
         self._frame = zmq.Frame()  # the last one received, if Python receives
 
-    def take(self) -> tuple[bytes, bytes | None] | None:
+    def take(self) -> tuple[bytes, bytes | memoryview | None] | None:
         """Receives the next message: the name of its connection, and its bytes, or None in place of
         the bytes if it has several frames. Returns None if no message waits."""
         if self._by_python:
@@ -131,9 +151,8 @@ class RouterMail:
             raise _error(frames)
         if not frames:
             return None
-        data, size = self._mail.data, self._mail.size
-        name = bytes(ffi.buffer(data[0], size[0]))
-        return name, bytes(ffi.buffer(data[1], size[1])) if frames == 1 else None
+        name = bytes(self._receive.frame(0))
+        return name, self._receive.frame(1) if frames == 1 else None
 
     def _take_by_python(self) -> tuple[bytes, bytes | None] | None:
         if not int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -154,7 +173,7 @@ class RouterMail:
                 return int(self._frame.get(zmq.SRCFD)), str(self._frame.get("Peer-Address"))
             except zmq.ZMQError:
                 return None
-        message = ffi.addressof(self._mail.message[1])
+        message = ffi.addressof(self._receive.mail.message[1])
         descriptor = self._table.msg_get(message, zmq.SRCFD)
         address = self._table.msg_gets(message, b"Peer-Address")
         if descriptor < 0 or not address:

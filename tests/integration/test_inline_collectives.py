@@ -231,6 +231,14 @@ def _sum_of_ones(comm: pccl.Communicator, count: int) -> float:
     return float(array[0])
 
 
+def test_an_array_may_be_empty_and_have_no_address() -> None:
+    torch = pytest.importorskip("torch")
+    assert torch.empty(0).data_ptr() == 0
+    with Cluster(2) as cluster:
+        infos = cluster.each(lambda _, comm: comm.all_reduce(torch.empty(0)))
+        assert [info.world_size for info in infos] == [2, 2]
+
+
 def test_a_time_out_leaves_the_array_alone() -> None:
     with Cluster(2) as cluster:
         array = np.ones(10, np.float32)

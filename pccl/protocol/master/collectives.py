@@ -24,7 +24,7 @@ Rows: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # to each rank, and f
 _REDOPS = {op.value for op in ReduceOp}
 
 
-def fits(work: m.Spec, data: bytes) -> bool:
+def fits(work: m.Spec, data: m.Data) -> bool:
     """True if the bytes are a valid contribution for the master to reduce."""
     return (
         TRAITS[work.what].inline
@@ -200,7 +200,7 @@ class CollectiveTable:
                 yield running.seq, running.missing, running.title
 
 
-Combine: TypeAlias = Callable[[m.Spec, Sequence[bytes]], bytes]
+Combine: TypeAlias = Callable[[m.Spec, Sequence[m.Data]], m.Data]
 SMALL_BYTES_MAX = 3 << 20  # bytes of all results that peers may lack
 CAUSES = {m.Cause.TIMEOUT, m.Cause.MEMORY}  # the causes that a peer may give for a failure
 REASONS = {m.Cause.TIMEOUT: Reason.TIMEOUT, m.Cause.MEMORY: Reason.MEMORY}

@@ -385,6 +385,6 @@ def difference(line: Line, again: Line) -> str:
     return f"the effects had the digest {line.effects}, and now {again.effects}"
 
 
-def _zeros(work: m.Spec, parts: Sequence[bytes]) -> bytes:
+def _zeros(work: m.Spec, parts: Sequence[m.Data]) -> m.Data:
     """Stands in for the reduction: a log has only the sizes of contributions."""
     return bytes(len(parts[0]))

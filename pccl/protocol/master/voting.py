@@ -139,7 +139,7 @@ def _scope(one: Round, other: Round) -> int | None:
     return other.id.group if one.id.group is None else one.id.group
 
 
-def held(payload: m.Spec | m.Manifest, rows: Rows | None = None, data: bytes | None = None) -> int:
+def held(payload: m.Spec | m.Manifest, rows: Rows | None = None, data: m.Data | None = None) -> int:
     """The approximate bytes of a vote in memory: many times its size in a message."""
     parts = payload.parts if isinstance(payload, m.Spec) else payload.entries
     own = len(payload.rows) if isinstance(payload, m.Spec) else 0

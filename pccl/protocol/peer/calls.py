@@ -92,7 +92,7 @@ class Collective:
     tag: int
     work: m.Spec
     # the contribution, if it travels with the vote and the engine takes no part; later the result
-    data: bytes | None = None
+    data: m.Data | None = None
     stuck: bool = False  # whether this peer makes no other call before the answer
     rows: Rows = NO_ROWS  # the numbers of rows for each rank and from each rank; NO_ROWS: one each
     pair: tuple[int, ...] = ()  # in a send: the sender and the receiver
@@ -426,7 +426,7 @@ class Collectives(PeerPart):
         chunk_bytes = self._tuning(one).chunk_bytes
         self._outbox.do(StartOp(one.call, one.seq, started.nonce, (place,), chunk_bytes))
 
-    def _vote_on(self, one: Collective, data: bytes) -> None:
+    def _vote_on(self, one: Collective, data: m.Data) -> None:
         """A small collective has its result, which is not final."""
         self.started[one.seq] = one
         if not one.move(Event.RESULT):

@@ -129,7 +129,7 @@ class Store(Effect):
     """Store the result of a collective without an op; its call is answered next."""
 
     call: int
-    data: bytes
+    data: m.Data
 
 
 class Answer(Effect):

@@ -136,14 +136,14 @@ class Operands:
             received += wire_bytes(self.work, each.recv.dtype, each.recv.count)
         return max(sent, received)
 
-    def contribution(self) -> bytes:
-        """The bytes of this peer's array (there is at most one), to be sent with its vote."""
-        if not self.each:
+    def contribution(self) -> memoryview | bytes:
+        """The memory of this peer's array (there is at most one), to be sent with its vote."""
+        if not self.each or not self.each[0].send.count:
             return b""
         send = self.each[0].send
-        return bytes(ffi.buffer(ffi.cast("char *", send.address), send.nbytes))
+        return memoryview(ffi.buffer(ffi.cast("char *", send.address), send.nbytes))
 
-    def store(self, data: bytes) -> None:
+    def store(self, data: m.Data) -> None:
         """Stores a result that came with the votes."""
         for operand in self.each:
             assert len(data) == operand.recv.nbytes

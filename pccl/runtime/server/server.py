@@ -185,7 +185,7 @@ class Server:
         self._faltered = ""  # why an event was not handled completely; the master then starts over
         self._tick_s = None if config.straggler_s is None else config.straggler_s / 10
         # messages of connections whose first message waits for the end of a dial
-        self._arriving: dict[bytes, list[bytes | None]] = {}
+        self._arriving: dict[bytes, list[bytes | memoryview | None]] = {}
         self._security = security
         self._zap: Zap | None = None
         self._journal: Scribe | None = None
@@ -501,7 +501,7 @@ class Server:
             self._chores_due_s = 0.0
             if not connections.has_ended(conn) and not connections.learn(conn, self._mail.origin()):
                 return 1
-        messages: Sequence[bytes | None] = (None,)
+        messages: Sequence[bytes | memoryview | None] = (None,)
         if data is not None:
             with contextlib.suppress(m.ProtocolError):
                 messages = m.opened(data)
@@ -511,7 +511,7 @@ class Server:
             self._deliver(conn, message)
         return len(messages)
 
-    def _deliver(self, conn: bytes, data: bytes | None) -> None:
+    def _deliver(self, conn: bytes, data: bytes | memoryview | None) -> None:
         """Handles a message, unless its connection is dropped or still being dialled back.
 
         `data` is None if a message was not one frame.
@@ -564,7 +564,7 @@ class Server:
         target = Target("", hello.port, hello.curve, hello.dial)
         dial_hosts(self._dialler, hosts(hello, seen), target, self._awake_s, then, seen)
 
-    def _receive(self, conn: bytes, data: bytes | None) -> inputs.Event | None:
+    def _receive(self, conn: bytes, data: bytes | memoryview | None) -> inputs.Event | None:
         """The event for a message; None if the master first dials its sender."""
         try:
             if data is None:

@@ -216,7 +216,7 @@ def anything(draw: random.Random, hint: Any) -> Any:
     if hint is str:
         token = f"{draw.getrandbits(128):032x}"
         return token if limits.pattern else text(draw, limits.max_length or 256)
-    if hint is bytes:
+    if hint in (bytes, memoryview):
         least = limits.min_length or 0
         return draw.randbytes(draw.randint(least, min(least + 40, limits.max_length or 40)))
     return {bool: draw.random() < 0.5, float: draw.random(), NoneType: None}[hint]

@@ -147,11 +147,11 @@ class SimulatedRun:
         for group in list(self.history) if of is None else [of]:
             self.history[group] = self.history.get(group, 0) + 1
 
-    def combine(self, work: m.Spec, parts: Sequence[bytes]) -> bytes:
+    def combine(self, work: m.Spec, parts: Sequence[m.Data]) -> bytes:
         """The master's arithmetic. Peers that stand in different steps must not meet."""
         assert len(set(parts)) == 1, f"contributions of different steps were reduced: {parts}"
         assert len(parts[0]) == work.count
-        result = parts[0].translate(INVERTED)
+        result = bytes(parts[0]).translate(INVERTED)
         self.combined.add(result)
         return result
 
