@@ -16,7 +16,7 @@ WORK = m.Spec("all_reduce", 0, 10, BETWEEN)
 
 def known_to(members: int) -> Tuning:
     """The effects of a call by a peer that knows this number of members."""
-    return choose(WORK, len(DATA), Conditions(1, members, (), True, True))
+    return choose(WORK, len(DATA), Conditions(1, members, (), together=False, local=False))
 
 
 def votes(run: ManualRun, *works: m.Spec) -> list[m.CallError]:

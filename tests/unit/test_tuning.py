@@ -37,30 +37,35 @@ def plain(count: int, **changes: object) -> m.Spec:
     return m.Spec("all_reduce", 0, 10, count, **changes)  # type: ignore[arg-type]
 
 
-def inline(nbytes: int, members: int, most: int | None = None) -> Tuning:
-    known = dataclasses.replace(NEAR, members=members, settings=Settings(most))
+def inline(nbytes: int, members: int, here: bool = True, most: int | None = None) -> Tuning:
+    known = dataclasses.replace(NEAR if here else FAR, members=members, settings=Settings(most))
     return choose(m.Spec("all_reduce", 0, DataType.UINT8.value, nbytes), nbytes, known)
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "members", "most", "travels"),
+    ("nbytes", "members", "here", "most", "travels"),
     [
-        (65536, 1000, None, True),
-        (65540, 8, None, False),
-        (65540, 7, None, True),
-        (131072, 4, None, True),
-        (131076, 4, None, False),
-        (262144, 2, None, True),
-        (262148, 2, None, False),
-        (262144, 2, 262143, False),
-        (262144, 3, 262144, True),
-        (0, 2, 0, True),
+        (65536, 1000, True, None, True),
+        (65536, 1000, False, None, True),
+        (65540, 16, True, None, False),
+        (65540, 15, True, None, True),
+        (65540, 8, False, None, False),
+        (65540, 7, False, None, True),
+        (131072, 4, False, None, True),
+        (131076, 4, False, None, False),
+        (262144, 4, True, None, True),
+        (262144, 5, True, None, False),
+        (262144, 2, False, None, True),
+        (262148, 2, True, None, False),
+        (262144, 2, True, 262143, False),
+        (262144, 3, False, 262144, True),
+        (0, 2, True, 0, True),
     ],
 )
 def test_the_more_members_the_less_travels_with_the_votes(
-    nbytes: int, members: int, most: int | None, travels: bool
+    nbytes: int, members: int, here: bool, most: int | None, travels: bool
 ) -> None:
-    found = inline(nbytes, members, most)
+    found = inline(nbytes, members, here, most)
     assert found.inline is travels
     depends = most is None and 65536 < nbytes <= 262144
     assert found.spec.members == (members if depends else 0)
