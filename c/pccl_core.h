@@ -335,43 +335,45 @@ int pccl_quantized_combine(int format, int dtype, int redop, void *out, const vo
                            const void *b, size_t n, uint32_t divisor);
 
 /* Encodings of a whole fp32 array. A peer sends its encoded array once, and adds up the arrays of
- * the others; no peer reduces them on the way. For each encoding, _size is the bytes of n encoded
- * elements, _encode writes them, _decode reads them (as the same numbers on every machine), and
- * _add adds them to `out`. Arrays must not overlap.
+ * the others; no peer reduces them on the way.
  *
- *     e3m0     Blocks of 64 elements: a scale (fp32), then codes of 4 bits, packed like those of
+ *     E3M0     Blocks of 64 elements: a scale (fp32), then codes of 4 bits, packed like those of
  *              PCCL_BLOCK_4. The scale is the largest magnitude of the block. Bit 3 of a code is
  *              the sign, the other bits are e, which stands for the level 0 if e is 0, else for
  *              scale * 2^(e - 7). An element becomes the nearest level, the larger of two that are
  *              equally near.
- *     stat2    Blocks of 1,024 elements: four levels (fp32), then for each element the number of
+ *     STAT2    Blocks of 1,024 elements: four levels (fp32), then for each element the number of
  *              its level, in 2 bits. Byte i of q has those of the elements i, q + i, 2q + i and
  *              3q + i, the lowest bits first. The mean m of the block, m - d and m + d divide the
  *              elements among the levels, where d is 0.9816 standard deviations. A level is the
  *              mean of its elements, or 0 if it has none.
- *     sparse   Groups of 16 chunks of 4,096 elements. Each chunk keeps its 64 elements of largest
+ *     SPARSE   Groups of 16 chunks of 4,096 elements. Each chunk keeps its 64 elements of largest
  *              magnitude, the first of equal ones; a shorter last chunk of m elements keeps m / 64,
  *              rounded up. All other elements decode to 0. A group is four levels (fp32), as in
- *              stat2 but of the elements that it keeps, then for each chunk their places (12 bits
+ *              STAT2 but of the elements that it keeps, then for each chunk their places (12 bits
  *              each, increasing) and the numbers of their levels (2 bits each), the lowest bits
  *              first.
  *
  * The last block or group may be shorter. A block or group with a NaN or an infinity, or with such
- * a scale or level, decodes to all NaN. The sparse functions that return a status return
- * PCCL_EPROTO if a place is beyond its chunk or not above the place before it; the content of `out`
- * is then unspecified. All other functions cannot fail. */
-uint64_t pccl_e3m0_size(uint64_t n);
-void pccl_e3m0_encode(void *out, const float *in, size_t n);
-void pccl_e3m0_decode(float *out, const void *in, size_t n);
-void pccl_e3m0_add(float *out, const void *in, size_t n);
-uint64_t pccl_stat2_size(uint64_t n);
-void pccl_stat2_encode(void *out, const float *in, size_t n);
-void pccl_stat2_decode(float *out, const void *in, size_t n);
-void pccl_stat2_add(float *out, const void *in, size_t n);
-uint64_t pccl_sparse_size(uint64_t n);
-void pccl_sparse_encode(void *out, const float *in, size_t n);
-int pccl_sparse_decode(float *out, const void *in, size_t n);
-int pccl_sparse_add(float *out, const void *in, size_t n);
+ * a scale or level, decodes to all NaN. */
+typedef enum pccl_encoding {
+    PCCL_E3M0,
+    PCCL_STAT2,
+    PCCL_SPARSE,
+    PCCL_ENCODINGS               /* their number */
+} pccl_encoding;
+
+/* The bytes of n encoded elements. */
+uint64_t pccl_encoded_size(int encoding, uint64_t n);
+
+/* Encodes n elements. The arrays must not overlap. Cannot fail. */
+void pccl_encode(int encoding, void *out, const float *in, size_t n);
+
+/* Decodes n elements, to the same numbers on every machine, or adds them to `out`. The arrays must
+ * not overlap. Returns 0, or with SPARSE PCCL_EPROTO if a place is beyond its chunk or not above the
+ * place before it; the content of `out` is then unspecified. */
+int pccl_decode(int encoding, float *out, const void *in, size_t n);
+int pccl_decode_add(int encoding, float *out, const void *in, size_t n);
 
 /* One outer step of SGD with Nesterov momentum, in PyTorch's form with dampening 0. Each operation
  * is rounded separately, so that every machine computes the same bits:

@@ -39,21 +39,23 @@ class _Codec(NamedTuple):
     add: Callable[[CData, CData, int], object]
 
 
-def _of_blocks(format: int) -> _Codec:
+def _block(format: int) -> _Codec:
     made = lib.pccl_quantized_size, lib.pccl_quantize, lib.pccl_dequantize, lib.pccl_dequantize_add
     return _Codec(*(partial(function, format, DataType.FLOAT.value) for function in made))
 
 
-def _of_payload(name: str) -> _Codec:
-    return _Codec(*(getattr(lib, f"pccl_{name}_{what}") for what in _Codec._fields))
+def _encoding(number: int) -> _Codec:
+    size, encode = partial(lib.pccl_encoded_size, number), partial(lib.pccl_encode, number)
+    decode, add = partial(lib.pccl_decode, number), partial(lib.pccl_decode_add, number)
+    return _Codec(size, encode, decode, add)
 
 
 _CODECS: dict[Format, _Codec] = {
-    "int8": _of_blocks(lib.PCCL_BLOCK_8),
-    "int4": _of_blocks(lib.PCCL_BLOCK_4),
-    "e3m0": _of_payload("e3m0"),
-    "2bit": _of_payload("stat2"),
-    "sparse": _of_payload("sparse"),
+    "int8": _block(lib.PCCL_BLOCK_8),
+    "int4": _block(lib.PCCL_BLOCK_4),
+    "e3m0": _encoding(lib.PCCL_E3M0),
+    "2bit": _encoding(lib.PCCL_STAT2),
+    "sparse": _encoding(lib.PCCL_SPARSE),
 }
 
 

@@ -13,6 +13,7 @@
 
 #include <stdbool.h>
 
+#include "kernels/encodings.h"
 #include "kernels/exact.h"
 
 enum {
@@ -27,7 +28,7 @@ static PCCL_INLINE size_t code_bytes(size_t n)
     return (n + 1) / 2;
 }
 
-uint64_t pccl_e3m0_size(uint64_t n)
+static uint64_t size_of(uint64_t n)
 {
     const size_t rest = (size_t)(n % BLOCK);
     return n / BLOCK * (HEADER + code_bytes(BLOCK)) + (rest > 0 ? HEADER + code_bytes(rest) : 0);
@@ -87,7 +88,7 @@ static PCCL_INLINE void encode_block(unsigned char *out, const unsigned char *in
         out[HEADER + i] = (unsigned char)code_of(bits_at(in, i), scale);
 }
 
-static PCCL_INLINE void pccl_e3m0_encode_body(void *out, const float *in, size_t n)
+static PCCL_INLINE void encode_body(void *out, const float *in, size_t n)
 {
     unsigned char *to = out;
     const unsigned char *from = (const unsigned char *)in;
@@ -100,12 +101,7 @@ static PCCL_INLINE void pccl_e3m0_encode_body(void *out, const float *in, size_t
         encode_block(to, from, n);
 }
 
-VARIANTS(pccl_e3m0_encode, (void *out, const float *in, size_t n), (out, in, n))
-
-void pccl_e3m0_encode(void *out, const float *in, size_t n)
-{
-    CALL_BEST(pccl_e3m0_encode, (out, in, n));
-}
+DISPATCH(encode, (void *out, const float *in, size_t n), (out, in, n))
 
 /* The number that a code stands for, as a share of the scale. */
 static PCCL_INLINE float share_of(uint32_t code)
@@ -153,12 +149,10 @@ static PCCL_INLINE void decode_body(float *out, const void *in, size_t n, bool a
 
 DISPATCH(decode, (float *out, const void *in, size_t n, bool adds), (out, in, n, adds))
 
-void pccl_e3m0_decode(float *out, const void *in, size_t n)
+static int decode_checked(float *out, const void *in, size_t n, bool adds)
 {
-    decode(out, in, n, false);
+    decode(out, in, n, adds);
+    return PCCL_OK;
 }
 
-void pccl_e3m0_add(float *out, const void *in, size_t n)
-{
-    decode(out, in, n, true);
-}
+const struct encoding pccl_e3m0 = {BLOCK, 1, size_of, encode, decode_checked};

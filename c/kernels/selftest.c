@@ -9,8 +9,9 @@
 #include "pccl_core.h"
 
 #include <assert.h>
-#include <stdbool.h>
 #include <string.h>
+
+#include "kernels/encodings.h"
 
 enum {
     ELEMENTS = 203,          /* several vectors of any width, and a rest */
@@ -237,47 +238,38 @@ static void test_quantized(sink *to)
         }
 }
 
-/* A block is a scale or levels, then bytes; a group is levels, then bytes. */
-static void sink_payload(sink *to, const unsigned char *data, size_t size, size_t header,
-                         size_t block)
+/* The headers of blocks are numbers. */
+static void sink_encoded(sink *to, const struct encoding *how, const unsigned char *data)
 {
+    const size_t size = (size_t)how->size(PAYLOAD), block = (size_t)how->size(how->block);
+    const size_t header = how->header * sizeof(float);
     size_t i, n;
     for (i = 0; i < size; i += n) {
         n = size - i < block ? size - i : block;
-        sink_write(to, data + i, header, sizeof(float));
-        sink_write(to, data + i + header * sizeof(float), n - header * sizeof(float), 1);
+        sink_write(to, data + i, how->header, sizeof(float));
+        sink_write(to, data + i + header, n - header, 1);
     }
 }
 
-static void test_payloads(sink *to)
+static void test_encodings(sink *to)
 {
-    static const size_t blocks[] = {36, 16 + 256, (size_t)-1};
     float x[PAYLOAD], out[PAYLOAD];
     unsigned char data[4 * PAYLOAD];
     uint64_t (*const draws[])(int dtype, uint64_t i) = {near_sample, sample, far_sample};
     size_t draw;
-    int status = PCCL_OK;
+    int status = PCCL_OK, number, adds;
 
     for (draw = 0; draw < sizeof draws / sizeof draws[0]; draw++) {
         fill(draws[draw], PCCL_F32, x, PAYLOAD, 0);
-        pccl_e3m0_encode(data, x, PAYLOAD);
-        sink_payload(to, data, (size_t)pccl_e3m0_size(PAYLOAD), 1, blocks[0]);
-        pccl_e3m0_decode(out, data, PAYLOAD);
-        sink_write(to, out, PAYLOAD, sizeof *out);
-        pccl_e3m0_add(out, data, PAYLOAD);
-        sink_write(to, out, PAYLOAD, sizeof *out);
-        pccl_stat2_encode(data, x, PAYLOAD);
-        sink_payload(to, data, (size_t)pccl_stat2_size(PAYLOAD), 4, blocks[1]);
-        pccl_stat2_add(out, data, PAYLOAD);
-        sink_write(to, out, PAYLOAD, sizeof *out);
-        pccl_stat2_decode(out, data, PAYLOAD);
-        sink_write(to, out, PAYLOAD, sizeof *out);
-        pccl_sparse_encode(data, x, PAYLOAD);
-        sink_payload(to, data, (size_t)pccl_sparse_size(PAYLOAD), 4, blocks[2]);
-        status |= pccl_sparse_add(out, data, PAYLOAD);
-        sink_write(to, out, PAYLOAD, sizeof *out);
-        status |= pccl_sparse_decode(out, data, PAYLOAD);
-        sink_write(to, out, PAYLOAD, sizeof *out);
+        for (number = 0; number < PCCL_ENCODINGS; number++) {
+            const struct encoding *how = ENCODINGS[number];
+            how->encode(data, x, PAYLOAD);
+            sink_encoded(to, how, data);
+            for (adds = 0; adds <= 1; adds++) {
+                status |= how->decode(out, data, PAYLOAD, adds != 0);
+                sink_write(to, out, PAYLOAD, sizeof *out);
+            }
+        }
     }
     assert(status == PCCL_OK);
     (void)status;
@@ -291,7 +283,7 @@ size_t pccl_self_test(unsigned char *out, size_t size)
     test_reduce(&to);
     test_outer(&to);
     test_quantized(&to);
-    test_payloads(&to);
+    test_encodings(&to);
     sink_write(&to, memory_order, sizeof memory_order, 1);
     return to.used;
 }

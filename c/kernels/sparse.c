@@ -15,6 +15,7 @@
  * NaN. */
 #include "pccl_core.h"
 
+#include "kernels/encodings.h"
 #include "kernels/levels.h"
 
 enum {
@@ -48,7 +49,7 @@ static PCCL_INLINE size_t chunk_bytes(size_t n)
     return place_bytes(kept_of(n)) + (kept_of(n) + 3) / 4;
 }
 
-uint64_t pccl_sparse_size(uint64_t n)
+static uint64_t size_of(uint64_t n)
 {
     const size_t rest = (size_t)(n % CHUNK);
     return (n + GROUP - 1) / GROUP * HEADER + n / CHUNK * chunk_bytes(CHUNK)
@@ -211,7 +212,7 @@ static unsigned char *encode_group(unsigned char *out, const unsigned char *in, 
     return out;
 }
 
-void pccl_sparse_encode(void *out, const float *in, size_t n)
+static void encode(void *out, const float *in, size_t n)
 {
     unsigned char *to = out;
     const unsigned char *from = (const unsigned char *)in;
@@ -249,6 +250,8 @@ static int decode(float *out, const void *in, size_t n, bool adds)
     uint32_t level[LEVELS] = {0};
     size_t at, m;
     bool finite = false;
+    if (!adds)
+        memset(out, 0, n * sizeof(float));
     for (at = 0; at < n; at += m) {
         m = least(n - at, CHUNK);
         if (at % GROUP == 0) {
@@ -265,13 +268,4 @@ static int decode(float *out, const void *in, size_t n, bool adds)
     return PCCL_OK;
 }
 
-int pccl_sparse_decode(float *out, const void *in, size_t n)
-{
-    memset(out, 0, n * sizeof(float));
-    return decode(out, in, n, false);
-}
-
-int pccl_sparse_add(float *out, const void *in, size_t n)
-{
-    return decode(out, in, n, true);
-}
+const struct encoding pccl_sparse = {GROUP, LEVELS, size_of, encode, decode};

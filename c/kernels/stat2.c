@@ -6,6 +6,7 @@
  * of a block is preserved, except for rounding. */
 #include "pccl_core.h"
 
+#include "kernels/encodings.h"
 #include "kernels/levels.h"
 
 enum {
@@ -18,7 +19,7 @@ static PCCL_INLINE size_t code_bytes(size_t n)
     return (n + 3) / 4;
 }
 
-uint64_t pccl_stat2_size(uint64_t n)
+static uint64_t size_of(uint64_t n)
 {
     const size_t rest = (size_t)(n % BLOCK);
     return n / BLOCK * (HEADER + code_bytes(BLOCK)) + (rest > 0 ? HEADER + code_bytes(rest) : 0);
@@ -41,7 +42,7 @@ static PCCL_INLINE void encode_block(unsigned char *out, const unsigned char *in
                                           | codes[3 * quarter + i] << 6);
 }
 
-static PCCL_INLINE void pccl_stat2_encode_body(void *out, const float *in, size_t n)
+static PCCL_INLINE void encode_body(void *out, const float *in, size_t n)
 {
     unsigned char *to = out;
     const unsigned char *from = (const unsigned char *)in;
@@ -54,12 +55,7 @@ static PCCL_INLINE void pccl_stat2_encode_body(void *out, const float *in, size_
         encode_block(to, from, n);
 }
 
-VARIANTS(pccl_stat2_encode, (void *out, const float *in, size_t n), (out, in, n))
-
-void pccl_stat2_encode(void *out, const float *in, size_t n)
-{
-    CALL_BEST(pccl_stat2_encode, (out, in, n));
-}
+DISPATCH(encode, (void *out, const float *in, size_t n), (out, in, n))
 
 /* Chooses a level by masks, for which every vector unit has instructions. */
 static PCCL_INLINE uint32_t choose(const uint32_t *level, uint32_t code)
@@ -103,12 +99,10 @@ static PCCL_INLINE void decode_body(float *out, const void *in, size_t n, bool a
 
 DISPATCH(decode, (float *out, const void *in, size_t n, bool adds), (out, in, n, adds))
 
-void pccl_stat2_decode(float *out, const void *in, size_t n)
+static int decode_checked(float *out, const void *in, size_t n, bool adds)
 {
-    decode(out, in, n, false);
+    decode(out, in, n, adds);
+    return PCCL_OK;
 }
 
-void pccl_stat2_add(float *out, const void *in, size_t n)
-{
-    decode(out, in, n, true);
-}
+const struct encoding pccl_stat2 = {BLOCK, LEVELS, size_of, encode, decode_checked};

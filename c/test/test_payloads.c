@@ -7,44 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { E3M0, STAT2, SPARSE, ENCODINGS };
-
-static size_t size_of(int encoding, size_t n)
-{
-    switch (encoding) {
-    case E3M0: return (size_t)pccl_e3m0_size(n);
-    case STAT2: return (size_t)pccl_stat2_size(n);
-    default: return (size_t)pccl_sparse_size(n);
-    }
-}
-
-static void encode(int encoding, void *out, const void *in, size_t n)
-{
-    switch (encoding) {
-    case E3M0: pccl_e3m0_encode(out, in, n); break;
-    case STAT2: pccl_stat2_encode(out, in, n); break;
-    default: pccl_sparse_encode(out, in, n); break;
-    }
-}
-
-static int decode(int encoding, void *out, const void *in, size_t n)
-{
-    switch (encoding) {
-    case E3M0: pccl_e3m0_decode(out, in, n); return PCCL_OK;
-    case STAT2: pccl_stat2_decode(out, in, n); return PCCL_OK;
-    default: return pccl_sparse_decode(out, in, n);
-    }
-}
-
-static int add(int encoding, void *out, const void *in, size_t n)
-{
-    switch (encoding) {
-    case E3M0: pccl_e3m0_add(out, in, n); return PCCL_OK;
-    case STAT2: pccl_stat2_add(out, in, n); return PCCL_OK;
-    default: return pccl_sparse_add(out, in, n);
-    }
-}
-
 static unsigned char *room(size_t bytes, size_t offset, unsigned char **base)
 {
     *base = malloc(offset + bytes + (offset + bytes == 0));
@@ -57,7 +19,7 @@ static unsigned char *room(size_t bytes, size_t offset, unsigned char **base)
 /* The result does not depend on the alignment of the arrays. */
 static void test_shape(int encoding, size_t n, size_t offset)
 {
-    const size_t bytes = n * sizeof(float), size = size_of(encoding, n);
+    const size_t bytes = n * sizeof(float), size = (size_t)pccl_encoded_size(encoding, n);
     unsigned char *bases[6], *in = room(bytes, offset, &bases[0]);
     unsigned char *moved = room(bytes, (offset + 1) % 8, &bases[1]);
     unsigned char *data = room(size, (offset * 5) % 8, &bases[2]);
@@ -70,14 +32,14 @@ static void test_shape(int encoding, size_t n, size_t offset)
         memcpy(in + i * sizeof value, &value, sizeof value);
     }
     memcpy(moved, in, bytes);
-    encode(encoding, data, in, n);
-    encode(encoding, again, moved, n);
+    pccl_encode(encoding, data, (const float *)(const void *)in, n);
+    pccl_encode(encoding, again, (const float *)(const void *)moved, n);
     CHECK(memcmp(data, again, size) == 0 && memcmp(in, moved, bytes) == 0);
-    CHECK(decode(encoding, out, data, n) == PCCL_OK);
-    CHECK(decode(encoding, other, again, n) == PCCL_OK);
+    CHECK(pccl_decode(encoding, (float *)(void *)out, data, n) == PCCL_OK);
+    CHECK(pccl_decode(encoding, (float *)(void *)other, again, n) == PCCL_OK);
     CHECK(memcmp(out, other, bytes) == 0);
     memset(other, 0, bytes);
-    CHECK(add(encoding, other, data, n) == PCCL_OK);
+    CHECK(pccl_decode_add(encoding, (float *)(void *)other, data, n) == PCCL_OK);
     CHECK(n == 0 || memcmp(out, other, bytes) == 0);
     for (i = 0; i < 6; i++)
         free(bases[i]);
@@ -86,16 +48,16 @@ static void test_shape(int encoding, size_t n, size_t offset)
 /* Any bytes are read, or refused, without leaving the arrays. */
 static void test_arbitrary_bytes(int encoding, size_t n, uint32_t seed)
 {
-    const size_t size = size_of(encoding, n);
+    const size_t size = (size_t)pccl_encoded_size(encoding, n);
     unsigned char *bases[2], *data = room(size, 0, &bases[0]);
     unsigned char *out = room(n * sizeof(float), 0, &bases[1]);
     size_t i;
     int status;
     for (i = 0; i < size; i++)
         data[i] = (unsigned char)((seed = seed * 1664525u + 1013904223u) >> 24);
-    status = decode(encoding, out, data, n);
-    CHECK(status == PCCL_OK || (encoding == SPARSE && status == PCCL_EPROTO));
-    CHECK(add(encoding, out, data, n) == status);
+    status = pccl_decode(encoding, (float *)(void *)out, data, n);
+    CHECK(status == PCCL_OK || (encoding == PCCL_SPARSE && status == PCCL_EPROTO));
+    CHECK(pccl_decode_add(encoding, (float *)(void *)out, data, n) == status);
     free(bases[0]);
     free(bases[1]);
 }
@@ -110,12 +72,12 @@ static void test_places(void)
     unsigned char data[20] = {0};
     float out[128];
     size_t i;
-    CHECK(pccl_sparse_size(128) == sizeof data);
+    CHECK(pccl_encoded_size(PCCL_SPARSE, 128) == sizeof data);
     for (i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         data[16] = (unsigned char)(cases[i].first & 255u);
         data[17] = (unsigned char)(cases[i].first >> 8 | (cases[i].second & 15u) << 4);
         data[18] = (unsigned char)(cases[i].second >> 4);
-        CHECK(pccl_sparse_decode(out, data, 128) == cases[i].status);
+        CHECK(pccl_decode(PCCL_SPARSE, out, data, 128) == cases[i].status);
     }
 }
 
@@ -125,7 +87,7 @@ int main(void)
                                    65537, 70001};
     int encoding;
     size_t n;
-    for (encoding = 0; encoding < ENCODINGS; encoding++) {
+    for (encoding = 0; encoding < PCCL_ENCODINGS; encoding++) {
         for (n = 0; n <= 200; n++)
             test_shape(encoding, n, n % 8);
         for (n = 0; n < sizeof sizes / sizeof sizes[0]; n++) {

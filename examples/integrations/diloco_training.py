@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 import pccl
-from pccl.diloco import DiLoCo
+from pccl.diloco import DiLoCo, Wire
 
 
 class DiLoCoTraining:
@@ -45,7 +45,7 @@ def main(
     parser.add_argument("--steps", type=int, default=40, help="of the trainer's optimizer")
     parser.add_argument("--inner-steps", type=int, default=10, help="between two outer steps")
     parser.add_argument("--mode", default="sync", help="sync, delayed or eager")
-    parser.add_argument("--wire", default="int8", help="fp32, int8, int4, e3m0, 2bit or sparse")
+    parser.add_argument("--wire", default="int8", choices=get_args(Wire), help="what is sent")
     args = parser.parse_args(words)
     settings = {"inner_steps": args.inner_steps, "mode": args.mode, "wire": args.wire}
     with pccl.Communicator(args.master) as comm:

@@ -142,7 +142,7 @@ class DiLoCo:
         mode: when a mean is applied. "sync": at once. For the others, which do not pause the
             training meanwhile, see "The exchange in the background" in docs/howto/diloco.md.
         wire: how pseudo-gradients are sent: "fp32"; or quantized by each peer, with error feedback,
-            as "int8", "int4", "e3m0", "2bit" or "sparse". See `OuterRound.algorithm`.
+            in a format of `pccl.kernels.quantize`. See `OuterRound.algorithm`.
         fragments: P, with mode="streaming" or "decoupled": the parts of the model, at most H.
         pattern: "strided": layer i is in fragment i mod P. "sequential": fragments are runs of
             layers.

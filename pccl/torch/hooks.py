@@ -60,7 +60,7 @@ class Quantized:
     next gradient (error feedback).
 
     Args:
-        format: "int8", "int4", "e3m0", "2bit" or "sparse"; see `pccl.kernels.quantize`.
+        format: see `pccl.kernels.quantize`.
         group: None: the default group.
         error_feedback: whether errors are added to the next gradients.
     """

@@ -14,6 +14,7 @@ from typing import TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from oracles import payloads
 from peers.cluster import Cluster
 from peers.waiting import PATIENCE_S, wait_until
 from torch import Tensor
@@ -560,7 +561,7 @@ def test_what_quantizing_takes_from_gradients_comes_with_later_ones(
         assert missing.abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("wire", ["e3m0", "2bit", "sparse"])
+@pytest.mark.parametrize("wire", payloads.ENCODINGS)
 def test_each_contribution_has_the_errors_of_the_last_one(
     three: Groups, wire: kernels.Format
 ) -> None:

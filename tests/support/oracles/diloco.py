@@ -168,8 +168,8 @@ CODECS = {
     "int8": _blocks("BLOCK_8"),
     "int4": _blocks("BLOCK_4"),
     **{
-        name: Codec(encode, payloads.DECODINGS[name], {"2bit": 0.9, "sparse": 0.95}.get(name, 1.0))
-        for name, encode in payloads.ENCODINGS.items()
+        name: Codec(how.encode, how.decode, {"2bit": 0.9, "sparse": 0.95}.get(name, 1.0))
+        for name, how in payloads.ENCODINGS.items()
     },
 }
 

@@ -5,8 +5,8 @@ Each is a function to bytes and one from bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -168,6 +168,16 @@ def from_sparse(data: bytes, n: int) -> Array:
     return out
 
 
-ENCODINGS = {"e3m0": e3m0, "2bit": stat2, "sparse": sparse}
-BLOCKS = {"e3m0": 64, "2bit": 1024, "sparse": 65536}  # elements that share a NaN
-DECODINGS = {"e3m0": from_e3m0, "2bit": from_stat2, "sparse": from_sparse}
+class Encoding(NamedTuple):
+    """The functions of a format."""
+
+    block: int  # elements that share a NaN
+    encode: Callable[[Array], bytes]
+    decode: Callable[[bytes, int], Array]
+
+
+ENCODINGS = {
+    "e3m0": Encoding(64, e3m0, from_e3m0),
+    "2bit": Encoding(1024, stat2, from_stat2),
+    "sparse": Encoding(65536, sparse, from_sparse),
+}
