@@ -29,6 +29,7 @@ class Learner:
         self.steps = 0  # since the last meeting
         self.ends = False  # whether the learner takes no more steps
         self.idle, self.idle_s = False, 0.0  # whether it has no samples, and for how long
+        self.torn = False  # whether an exception has left the model when it was moved in part
         self._actions: list[Action] = []
         self._measure: Action | None = None
         self._due = 1  # inner steps until the measurement
@@ -53,7 +54,7 @@ class Learner:
         while self._actions:
             self._actions[0]()
             del self._actions[0]  # after an exception such as Ctrl-C, the next call goes on here
-        if self._measure is not None and (self.ends or self.steps >= self._due):
+        if self._measure is not None and not self.torn and (self.ends or self.steps >= self._due):
             self._measure()
             self._measure, self.steps = None, 0
         self.lock.notify_all()
@@ -114,7 +115,7 @@ class Learner:
         """
         patience: Deadline | None = None
         with self.lock:
-            while (self._measure is not None or self._paused) and not self._stopped:
+            while not self._stopped and (self._paused or (self._measure and not self.torn)):
                 left_s = None if self._paused or self.ends else pace.left_s()
                 if left_s is None and self.idle and not self.ends:
                     left_s = 0.0  # without a forecast, it need not wait
@@ -162,6 +163,7 @@ class Decoupled(Schedule):
     ) -> None:
         super().__init__(fragments, pace, settings)
         self._learner = learner
+        self._anew = False  # whether the model must take theta, because it is torn
 
     def expect(self, inner_steps: int) -> None:
         self._learner.expect(inner_steps, self._fragments[self.next_fragment].exchange.measure)
@@ -185,7 +187,13 @@ class Decoupled(Schedule):
             self._learner.enqueue(lambda: self._give_theta(fragment))
         else:
             counted = not weight.late
-            self._learner.enqueue(lambda: exchange.rebase(counted))
+            self._learner.enqueue(lambda: self._rebase(exchange, counted))
+
+    def _rebase(self, exchange: Exchange, counted: bool) -> None:
+        """Moves the model; if an exception such as Ctrl-C comes between, this peer rejoins."""
+        torn, self._learner.torn = self._learner.torn, True
+        exchange.rebase(counted)
+        self._learner.torn = torn
 
     def _begin_anew(self) -> None:
         for fragment in self._fragments:
@@ -199,6 +207,8 @@ class Decoupled(Schedule):
 
     def rescue(self) -> list[Exchange]:
         """The exchanges whose last progress may be in a mean."""
+        with self._learner.lock:
+            self._anew, self._learner.torn = self._learner.torn, False
         lost = [each.exchange for each in self._fragments if each.exchange.gave_away()]
         for exchange in lost:
             exchange.discard()
@@ -211,12 +221,12 @@ class Decoupled(Schedule):
                 self._give_theta(fragment)
 
     def resume(self, rescued: Sequence[Exchange], keep: bool) -> None:
-        if not keep:
+        if not keep or self._anew:
             self._learner.enqueue(self._begin_anew)
             return
         for fragment in self._fragments:
             counted = fragment.exchange in rescued
-            self._learner.enqueue(lambda f=fragment, c=counted: f.exchange.rebase(c))  # type: ignore[misc]
+            self._learner.enqueue(lambda f=fragment, c=counted: self._rebase(f.exchange, c))  # type: ignore[misc]
 
 
 def start(

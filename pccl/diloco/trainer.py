@@ -664,7 +664,8 @@ class DiLoCo:
     def _meet(self) -> OuterRound | None:
         """Runs the meeting at the end of a round."""
         self._misuse.unfinished = False  # if it raises, the user should see that error
-        astray = self._astray
+        with self._lock:
+            astray = self._astray or (self._learner is not None and self._learner.torn)
         with self._or_rejoin():
             self._inner_step = 0
             report = self._rejoined(None) if astray else self._met()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from training.small import (  # noqa: E402
 )
 
 import pccl  # noqa: E402
+from pccl.diloco.outer import OuterState  # noqa: E402
 
 DECOUPLED = {"mode": "decoupled", "inner_steps": 4, "fragments": 2}
 SLACK = 0.08  # a later mean, of more contributors, may take back what one has too much
@@ -398,6 +400,42 @@ def test_the_error_of_a_syncer_is_raised_in_the_learner(address: str) -> None:
             peer.until(lambda: False)
         with pytest.raises(pccl.PCCLError):
             peer.diloco.finish()
+
+
+def test_an_exception_while_the_model_is_moved_costs_its_peer_its_own_steps_alone(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C, which the program of the learner catches. Half of the model has moved then."""
+    learner, left, move = threading.local(), threading.Event(), OuterState.move
+
+    def half(state: OuterState, by: Any) -> None:
+        some = len(by) // 2
+        if getattr(learner, "fails", False) and by[:some].any() and not left.is_set():
+            move(state, torch.cat([by[:some], torch.zeros(len(by) - some)]))
+            left.set()
+            raise Left
+        move(state, by)
+
+    def train(peer: Peer) -> None:
+        peer.until(lambda: peer.diloco.outer_step >= 4)
+        learner.fails = peer.number == 0
+        ends = 0
+        while not left.is_set() or peer.diloco.outer_step < (ends := ends or later(peer)):
+            with contextlib.suppress(Left):
+                peer.step()
+
+    def later(peer: Peer) -> int:
+        return peer.diloco.outer_step + 6
+
+    monkeypatch.setattr(OuterState, "move", half)
+    result = run(address, 2, train, **PLAIN)
+    assert len({*result.digests.values()}) == 1
+    ours, theirs = Places(PEERS, STEPS).steps(-result.theta)[:2]
+    theirs = theirs[: result.taken[1]]
+    assert (theirs > 0).all() and not ours[result.taken[0] :].any()
+    counts = 1 / torch.cat([ours[ours != 0], theirs])
+    assert (counts - counts.round()).abs().max() < 1e-5, counts
+    assert counts.min() >= 1 and counts.max() <= 2 + SLACK, counts
 
 
 @pytest.mark.parametrize(
