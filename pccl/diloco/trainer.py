@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -253,6 +254,7 @@ class DiLoCo:
         self._entered = False  # a `with` block, in which the script steps the optimizer
         self._rejoins = 0  # since this peer's last round
         self._astray = False  # an exception has left a call in the middle of a round
+        self._calls = threading.RLock()  # of the thread that makes calls to other peers
         self._rounds = 0  # rounds begun here
         self._shares: tuple[PeerShare, ...] = ()  # the work of each peer, from the last meeting
         self._ended = 0  # meetings since the end of all learners
@@ -644,16 +646,23 @@ class DiLoCo:
         return self._logged(self._report(outcome))
 
     @contextmanager
-    def _or_rejoin(self) -> Iterator[None]:
+    def _or_rejoin(self) -> Iterator[bool]:
         """If an exception such as Ctrl-C leaves the block, the next step joins the run again: which
-        calls the other peers wait for, and what they have applied, is unknown then."""
-        before, self._astray = self._astray, True
-        try:
-            yield
-        except PCCLError:
-            self._astray = before
-            raise
-        self._astray = False
+        calls the other peers wait for, and what they have applied, is unknown then. Yields whether
+        one has left the last block. Other threads wait meanwhile.
+        """
+        if self._calls._is_owned():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "this signal handler has interrupted a call of DiLoCo, and must not make another"
+            )
+        with self._calls:
+            before, self._astray = self._astray, True
+            try:
+                yield before
+            except PCCLError:
+                self._astray = before
+                raise
+            self._astray = False
 
     def _meet_beside(self) -> bool:
         """Runs a meeting of the syncer; returns False after the last."""
@@ -664,9 +673,9 @@ class DiLoCo:
     def _meet(self) -> OuterRound | None:
         """Runs the meeting at the end of a round."""
         self._misuse.unfinished = False  # if it raises, the user should see that error
-        with self._lock:
-            astray = self._astray or (self._learner is not None and self._learner.torn)
-        with self._or_rejoin():
+        with self._or_rejoin() as astray:
+            with self._lock:
+                astray = astray or (self._learner is not None and self._learner.torn)
             self._inner_step = 0
             report = self._rejoined(None) if astray else self._met()
             self._begin_round()

@@ -12,7 +12,7 @@ from combinations import IN_STEP
 
 torch = pytest.importorskip("torch")
 
-from training.small import PATIENCE_S, Model, make, random, together  # noqa: E402
+from training.small import PATIENCE_S, Model, Watched, make, random, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
@@ -66,6 +66,39 @@ def two(
 def train(diloco: DiLoCo, model: Model, number: int, k: int) -> None:
     model.move(random(10 * k + number))
     diloco.step()
+
+
+@pytest.mark.parametrize("mode", IN_STEP)
+def test_a_step_in_the_middle_of_another(address: str, mode: str) -> None:
+    """That of another thread waits, and that of a signal handler is refused: no calls out of order
+    keep the other peer waiting."""
+
+    def peer(number: int) -> Any:
+        model, busy = Model(), threading.Event()
+        other = threading.Thread(target=lambda: diloco.step())
+
+        def meanwhile() -> None:
+            if number == 0 and diloco is not None and not busy.is_set():
+                busy.set()
+                other.start()
+                with pytest.raises(RuntimeError, match="has interrupted a call"):
+                    diloco.step()
+
+        diloco: Any = None
+        with pccl.Communicator(address) as comm:
+            watched: Any = Watched(comm, sync_shared_state=meanwhile)
+            diloco = make(watched, model, mode=mode, min_peers=2, **IN_STEP[mode])
+            while diloco.outer_step < 6:
+                model.move(random(10 * diloco.outer_step + number))
+                diloco.step()
+                if busy.is_set():
+                    other.join()
+            diloco.finish()
+            assert busy.is_set() == (number == 0)
+            return diloco.state_digest()
+
+    ours, theirs = together(lambda: peer(0), lambda: peer(1))
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("wire", ["fp32", "int4", "sparse"])
