@@ -25,7 +25,10 @@ class Learner:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Condition()  # guards everything that both threads use
+        # Guards everything that both threads use. `with` a Condition would keep it locked if an
+        # exception such as Ctrl-C came between, because that is Python code.
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
         self.steps = 0  # since the last meeting
         self.ends = False  # whether the learner takes no more steps
         self.idle, self.idle_s = False, 0.0  # whether it has no samples, and for how long
@@ -57,7 +60,7 @@ class Learner:
         if self._measure is not None and not self.torn and (self.ends or self.steps >= self._due):
             self._measure()
             self._measure, self.steps = None, 0
-        self.lock.notify_all()
+        self._changed.notify_all()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -67,11 +70,11 @@ class Learner:
             try:
                 while self._meeting and self._error is None:
                     self._serve()
-                    self.lock.wait()
+                    self._changed.wait()
                 yield
             finally:
                 self._paused = False
-                self.lock.notify_all()
+                self._changed.notify_all()
 
     def wait_while(self, idle: Callable[[], bool]) -> None:
         """Takes part in meetings while the learner has no samples."""
@@ -81,7 +84,7 @@ class Learner:
                 self.idle = True
                 self._serve()
                 if idle():
-                    self.lock.wait()
+                    self._changed.wait()
             self.idle = False
             self.idle_s += time.monotonic() - began_s
             self._serve()
@@ -96,7 +99,7 @@ class Learner:
     def enqueue(self, action: Action) -> None:
         with self.lock:
             self._actions.append(action)
-            self.lock.notify_all()
+            self._changed.notify_all()
 
     def expect(self, steps: int, measure: Action) -> None:
         """Asks the learner to measure its progress after `steps` inner steps.
@@ -105,7 +108,7 @@ class Learner:
         """
         with self.lock:
             self._due, self._measure = 0 if self._is_late else steps, measure
-            self.lock.notify_all()
+            self._changed.notify_all()
 
     def wait_until_due(self, pace: Forecast) -> bool:
         """Waits until the learner has measured, or the forecast is over.
@@ -121,13 +124,13 @@ class Learner:
                     left_s = 0.0  # without a forecast, it need not wait
                 if left_s is not None and left_s <= 0:
                     self._due = 0  # at the end of its current step
-                    self.lock.notify_all()
+                    self._changed.notify_all()
                     patience_s = 0.0 if self._is_late else pace.patience_s(self._step_s)
                     patience = patience or Deadline(patience_s)
                     left_s = patience.left_s
                     if not left_s:
                         break
-                self.lock.wait(left_s)
+                self._changed.wait(left_s)
             self._meeting = not self._stopped
             return self._meeting
 
@@ -140,13 +143,13 @@ class Learner:
     def met(self) -> None:
         with self.lock:
             self._meeting = False
-            self.lock.notify_all()
+            self._changed.notify_all()
 
     def stop(self, error: BaseException | None = None) -> None:
         """Records the end of the syncer: an error, or all peers have finished."""
         with self.lock:
             self._meeting, self._stopped, self._error = False, True, error
-            self.lock.notify_all()
+            self._changed.notify_all()
 
 
 class Decoupled(Schedule):
