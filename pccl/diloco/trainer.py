@@ -96,8 +96,8 @@ class DiLoCo:
     After each round all peers hold the same bits of theta, the outer parameters (fp32 on the CPU,
     whatever the model's dtype and device), of v, their momentum, and of the count of outer steps.
     docs/howto/diloco.md explains the settings, and docs/internals/diloco.md has the equations.
-    Memory: four fp32 copies of the trained parameters; with some modes five; three more with a
-    quantized wire.
+    Memory: four fp32 copies of the trained parameters; five with mode="decoupled" and "delayed";
+    three more with a quantized wire.
 
     Build the model and the optimizer first, and connect last: as soon as `connect` has returned,
     the others wait for this constructor. Clip and accumulate gradients before `step`, as with any
@@ -140,10 +140,12 @@ class DiLoCo:
         alone: what to do in a round without other peers. "continue": train on without outer steps,
             until another peer joins. "step": take the outer step. "wait": admit others until there
             are `min_peers`, at least 2.
-        mode: when a mean is applied. "sync": at once. For the others, which do not pause the
-            training meanwhile, see "The exchange in the background" in docs/howto/diloco.md.
+        mode: when a mean is applied. "sync": at once. "delayed" (or "eager"): at the end of the
+            next round; until then peers train from a guess of it. "streaming": some inner steps
+            later, one fragment of the model after the other. "decoupled": likewise, by a thread
+            beside the training, which waits for no other peer.
         wire: how pseudo-gradients are sent: "fp32"; or quantized by each peer, with error feedback,
-            in a format of `pccl.kernels.quantize`. See `OuterRound.algorithm`.
+            as "int8", "int4", "e3m0", "2bit" or "sparse". See `OuterRound.algorithm`.
         fragments: P, with mode="streaming" or "decoupled": the parts of the model, at most H.
         pattern: "strided": layer i is in fragment i mod P. "sequential": fragments are runs of
             layers.
