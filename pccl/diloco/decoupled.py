@@ -25,8 +25,7 @@ class Learner:
     """
 
     def __init__(self) -> None:
-        # Guards everything that both threads use. `with` a Condition would keep it locked if an
-        # exception such as Ctrl-C came between, because that is Python code.
+        # guards everything that both threads use; a Condition is not safe to enter: see Latch
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self.steps = 0  # since the last meeting

@@ -11,7 +11,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import TypeAlias
 
@@ -70,6 +70,29 @@ class Stopping:
 
 # ---- work that an exception from a signal, or from another thread, must not interrupt ----
 
+
+class Latch:
+    """An event that is set once, and that an exception such as Ctrl-C cannot break.
+
+    `threading.Event` and `Condition` are Python code: an exception that comes when a thread has
+    just taken their lock leaves it locked, and another thread that sets the event waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._waits = threading.Lock()
+        self._waits.acquire()
+
+    def set(self) -> None:
+        self.is_set = True
+        with suppress(RuntimeError):  # it was set before
+            self._waits.release()
+
+    def wait(self, seconds: float = -1) -> None:
+        if not self.is_set and self._waits.acquire(timeout=seconds):
+            self.set()  # for the next one that waits
+
+
 INSISTENCE = 100  # interruptions, such as Ctrl-C, after which the work is abandoned
 
 
@@ -94,7 +117,7 @@ def aside(work: Callable[[], None]) -> None:
 
     Raises BaseException: an exception of the work, or one raised in this thread meanwhile.
     """
-    claim, done = threading.Lock(), threading.Event()
+    claim, done = threading.Lock(), Latch()
     failed: list[BaseException] = []
 
     def run() -> None:

@@ -111,13 +111,14 @@ class TimeLimits:
 
     def forked(self) -> None:
         """Begins without a thread, as a forked child does."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # not safe to enter: see Latch
         self._due_s: dict[Work, float] = {}
         self._looks_s = 0.0  # when it looks next
         self._is_running = False
 
     def add(self, work: Work, left_s: float) -> None:
-        with self._changed:
+        with self._lock:
             self._due_s[work] = due_s = time.monotonic() + left_s
             if not self._is_running:
                 self._is_running = True
@@ -126,11 +127,11 @@ class TimeLimits:
                 self._changed.notify()
 
     def discard(self, work: Work) -> None:
-        with self._changed:
+        with self._lock:
             self._due_s.pop(work, None)
 
     def _run(self) -> None:
-        with self._changed:
+        with self._lock:
             while self._due_s:
                 now_s = time.monotonic()
                 for work in [one for one, due_s in self._due_s.items() if due_s <= now_s]:

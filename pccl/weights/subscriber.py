@@ -108,7 +108,7 @@ class Subscriber(Closing):
         """
         stage, quiet = self._stage, Quiet()
         until_s = math.inf if timeout is None else time.monotonic() + timeout
-        with stage.changed:
+        with stage.lock:
             while stage.version <= (stage.swapped if newer_than is None else newer_than):
                 if stage.failure is not None:
                     raise error_of("wait", stage.failure)
@@ -146,7 +146,8 @@ class _Stage(BlobStore):
     """Assembles versions.
 
     Attributes:
-        changed: held while any attribute changes.
+        lock: held while any attribute changes.
+        changed: notified after that. It is not safe to enter: see Latch.
         version: the whole, verified version; 0: none.
         swapped: the version in the parameters; 0: none.
         latest: the newest published version.
@@ -155,7 +156,8 @@ class _Stage(BlobStore):
 
     def __init__(self, tensors: Tensors, relay: bool) -> None:
         self._tensors, self._relay = tensors, relay
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self._memory = tensors.stretch()
         self._found: list[bytes] = []  # digests of what is there
         self._dirty: set[int] = set()  # tensors that differ from the parameters
@@ -170,7 +172,7 @@ class _Stage(BlobStore):
         return f"version {self.version} is staged, and no newer one has come{newer}"
 
     def swap(self) -> int:
-        with self.changed:
+        with self.lock:
             if self.version > self.swapped:
                 self._tensors.write(self._memory, sorted(self._dirty))
                 self._dirty.clear()
@@ -194,7 +196,7 @@ class _Stage(BlobStore):
             raise ValueError(
                 f"version {package.version} does not fit the parameters of this subscriber: {why}"
             )
-        with self.changed:
+        with self.lock:
             version, self.version = self.version, 0
             try:
                 self._put_together(version, head, blob)
@@ -209,7 +211,7 @@ class _Stage(BlobStore):
 
     def news(self, packages: tuple[m.Package, ...], head: int) -> str:
         wholes = [package for package in packages if package.base == 0]
-        with self.changed:
+        with self.lock:
             self._available = packages
             self.latest = max(self.latest, head)
         if not wholes or self.fits(wholes[-1]):
@@ -220,7 +222,7 @@ class _Stage(BlobStore):
         )
 
     def over(self, fail: Fail) -> None:
-        with self.changed:
+        with self.lock:
             self.failure = fail
             self.changed.notify_all()
 

@@ -13,14 +13,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 from peers.cluster import Cluster, in_threads
-from peers.injected import Injected, Tracer
+from peers.injected import Injected, Tracer, interrupted_in_conditions
 from peers.waiting import wait_until
 
 import pccl
+from pccl.runtime.signals import Latch
 
 SHORT_S, LONG_S = 0.05, 30.0
 LARGE = 100_000  # elements, which go around the ring
@@ -282,3 +284,35 @@ def test_joining_and_leaving(
         call(master, count)
         for line in range(1, count.lines + 1, step or max(1, count.lines // SAMPLES)):
             call(master, Tracer(frozenset((line,))))
+
+
+def latch() -> tuple[Callable[[], object], Callable[[], object]]:
+    made = Latch()
+    return lambda: made.wait(0.01), made.set
+
+
+def learner() -> tuple[Callable[[], object], Callable[[], object]]:
+    pytest.importorskip("torch")
+    from pccl.diloco.decoupled import Learner
+
+    made = Learner()
+    return made.stepped, made.met
+
+
+def time_limits() -> tuple[Callable[[], object], Callable[[], object]]:
+    pytest.importorskip("torch")
+    from pccl.torch.work import TimeLimits
+
+    made: Any = TimeLimits()
+    return lambda: made.discard(None), lambda: made.discard(None)
+
+
+@pytest.mark.parametrize("make", [latch, learner, time_limits])
+def test_no_lock_stays_locked(
+    make: Callable[[], tuple[Callable[[], object], Callable[[], object]]],
+) -> None:
+    """If an exception comes in one thread, where Python's own locks would break, others go on."""
+    mine, other = make()
+    with interrupted_in_conditions():
+        mine()
+    in_threads([other], 20.0)

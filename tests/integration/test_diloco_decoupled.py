@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -32,7 +30,6 @@ from training.small import (  # noqa: E402
 )
 
 import pccl  # noqa: E402
-from pccl.diloco.decoupled import Learner  # noqa: E402
 from pccl.diloco.outer import OuterState  # noqa: E402
 
 DECOUPLED = {"mode": "decoupled", "inner_steps": 4, "fragments": 2}
@@ -439,29 +436,6 @@ def test_an_exception_while_the_model_is_moved_costs_its_peer_its_own_steps_alon
     counts = 1 / torch.cat([ours[ours != 0], theirs])
     assert (counts - counts.round()).abs().max() < 1e-5, counts
     assert counts.min() >= 1 and counts.max() <= 2 + SLACK, counts
-
-
-def test_an_exception_leaves_no_lock_behind() -> None:
-    """As Ctrl-C raises in Python's code, between the lock of a Condition and its block."""
-
-    def fail(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code is threading.Condition.__enter__.__code__ and event == "return":
-            raise Left
-        return fail
-
-    def step() -> None:
-        sys.settrace(fail)
-        try:
-            learner.stepped()
-        except Left:
-            pass
-        finally:
-            sys.settrace(None)
-        together(lambda: free.append(learner.lock.acquire(blocking=False)))
-
-    learner, free = Learner(), [False]
-    together(step)
-    assert free[-1]
 
 
 @pytest.mark.parametrize(

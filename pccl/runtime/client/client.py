@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +39,7 @@ from pccl.runtime.client.memory import Operands, Pieces, Pool
 from pccl.runtime.client.streams import Streams
 from pccl.runtime.config import Config
 from pccl.runtime.resources import streams_max
-from pccl.runtime.signals import insist
+from pccl.runtime.signals import Latch, insist
 from pccl.security import Security
 from pccl.support import address_text
 from pccl.types import Result
@@ -350,7 +349,7 @@ class PeerClient(ControlThread):
         the vote back, so that no later call of another peer meets this one. If the master does not
         answer, it waits at most WITHDRAWAL_S.
         """
-        withdrawn = threading.Event()
+        withdrawn = Latch()
 
         def settle() -> None:
             if call.end is None:

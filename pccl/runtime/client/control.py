@@ -52,7 +52,7 @@ from pccl.runtime.client.streams import Refused, Streams, shortage
 from pccl.runtime.config import Config, default_name, machine_id
 from pccl.runtime.digest import LEAF_BYTES
 from pccl.runtime.resolve import Resolver, everywhere, further_hosts
-from pccl.runtime.signals import aside, insist
+from pccl.runtime.signals import Latch, aside, insist
 from pccl.runtime.sockets import Waiter
 from pccl.security import Security
 from pccl.types import TRAITS, CollectiveKind, Result
@@ -231,7 +231,7 @@ class PendingCalls:
         self.closed = False
         self._calls: dict[int, Call] = {}
         self._answered: list[tuple[Call, End]] = []  # not notified yet
-        self._withdrawing: dict[int, threading.Event] = {}  # set when the vote is taken back
+        self._withdrawing: dict[int, Latch] = {}  # set when the vote is taken back
 
     def __contains__(self, number: int) -> bool:
         return number in self._calls
@@ -276,7 +276,7 @@ class PendingCalls:
             for number in [n for n in self._withdrawing if not self._withdraws(n)]:
                 self._withdrawing.pop(number).set()
 
-    def watch(self, number: int, withdrawn: threading.Event) -> None:
+    def watch(self, number: int, withdrawn: Latch) -> None:
         """Sets the event when the master has taken back the vote of an abandoned call."""
         self._withdrawing[number] = withdrawn
         self.notify()
@@ -438,7 +438,7 @@ class ControlThread:
         self.now, self.aside = system.now, system.aside
         self.failure: BaseException | None = None
         self._numbers = itertools.count(1)
-        self._ended = threading.Event()
+        self._ended = Latch()
         self.is_forked = False  # whether this process is a forked child, without a control thread
         self._leaving = False
         self._due_s = math.inf  # when a timer is due
@@ -568,7 +568,7 @@ class ControlThread:
             self._leaving = True
             self._perform(self._machine.leave(why))
 
-        if not self._ended.is_set():
+        if not self._ended.is_set:
             self._inbox.post(leave)
 
     def close(self, why: str) -> None:

@@ -34,7 +34,7 @@ from pccl.protocol.peer.calls import NO_ROWS, Rows
 from pccl.protocol.ring import ALIGNMENT, span
 from pccl.protocol.tuning import Algorithm, Conditions, Tuning
 from pccl.runtime.client.call import Call, End, Leaf
-from pccl.runtime.signals import insist
+from pccl.runtime.signals import Latch, insist
 from pccl.tensors import Buffer
 from pccl.types import DataType, DeviceType, QuantizationAlgorithm, QuantizationOptions, ReduceOp
 
@@ -303,13 +303,13 @@ class Copies:
         self._notes: queue.SimpleQueue[int | End] = queue.SimpleQueue()
         self._written: set[int] = set()
         self._writes: list[Mark] = []
-        self._claim, self._settled = threading.Lock(), threading.Event()
+        self._claim, self._settled = threading.Lock(), Latch()
         self._failed: Exception | None = None
         self._order, self._reads = tuple(order), dict[int, list[Mark]]()
 
     @property
     def are_settled(self) -> bool:
-        return self._settled.is_set()
+        return self._settled.is_set
 
     def written(self, step: int) -> None:
         self._notes.put(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,24 @@ PACKAGE = str(Path(pccl.__file__).parent)
 
 class Injected(BaseException):
     """No handler of pccl's can expect it."""
+
+
+def in_conditions(frame: FrameType, event: str, argument: object) -> Any:
+    """A tracer that raises Injected when a Condition, or an Event, has just taken its lock."""
+    if frame.f_code is threading.Condition.__enter__.__code__ and event == "return":
+        raise Injected
+    return in_conditions
+
+
+@contextlib.contextmanager
+def interrupted_in_conditions() -> Iterator[None]:
+    sys.settrace(in_conditions)
+    try:
+        yield
+    except Injected:
+        pass
+    finally:
+        sys.settrace(None)
 
 
 @dataclass
