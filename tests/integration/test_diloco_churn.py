@@ -258,8 +258,8 @@ def inject(mode: str, *at: int) -> Steps:
     return tracer
 
 
-def some(lines: range, step: int | None, samples: int = SAMPLES) -> range:
-    return lines[:: step or max(1, len(lines) // samples)]
+def some(lines: range, step: int | None) -> range:
+    return lines[:: step or max(1, len(lines) // SAMPLES)]
 
 
 def caught(mode: str, step: int | None) -> None:
@@ -282,7 +282,7 @@ def caught_again(mode: str, first: int, step: int | None) -> None:
     """A second exception while the peer rejoins after the one at line `first`."""
     ends = inject(mode, first, NEVER).ends
     begins, end = [end for end in ends if end >= first][:2]
-    for line in some(range(begins + 1, end), step, 4 * SAMPLES):
+    for line in some(range(begins + 1, end), step):
         inject(mode, first, line)
 
 
