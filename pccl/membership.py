@@ -20,6 +20,7 @@ from pccl.errors import (
     AGAIN,
     PCCLError,
     PCCLTimeoutError,
+    PeerLostError,
     TooFewPeersError,
     error_for,
     not_picklable,
@@ -49,12 +50,12 @@ TAGS = range(1 << 64)
 
 
 def until_no_peer_leaves(call: Callable[[], T]) -> T:
-    """Makes a call without a time limit, again whenever an exception has left another peer's."""
+    """Makes a call, and again whenever an exception has ended the call of another peer."""
     while True:
         try:
             return call()
-        except PCCLTimeoutError as error:
-            log.warning("a peer has left a call, which begins again: %s", error)
+        except PeerLostError as error:
+            log.warning("the call begins again: %s", error)
 
 
 class CallsInFlight:

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from pccl.support import ADVERTISED_MAX, address_text
 from pccl.tensors import described
-from pccl.types import TRAITS, CollectiveKind, DataType, QuantizationAlgorithm, ReduceOp
+from pccl.types import TRAITS, CollectiveKind, DataType, QuantizationAlgorithm, ReduceOp, Result
 
 _DTYPE_NAMES = {dtype.value: dtype.common_name for dtype in DataType}
 _OP_NAMES = {op.value: op.name.lower() for op in ReduceOp}
@@ -52,7 +52,7 @@ def elements(count: int, dtype: int, layout: str = "") -> str:
     return f"{count} element{'' if count == 1 else 's'} of {dtype_name(dtype)}{order}"
 
 
-PROTOCOL_VERSION = 14  # of the control protocol, as in Hello
+PROTOCOL_VERSION = 15  # of the control protocol, as in Hello
 DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl_core.h
 RINGS_MAX = 8  # rings of a group, as in c/pccl_core.h
@@ -589,13 +589,22 @@ class Leave(FromPeer, tag=8):
 
 
 class Withdraw(FromPeer, tag=9):
-    """The caller's time is up: withdraws the vote of `call`, unless the call has ended.
+    """The caller has left: withdraws the vote of `call`, unless the call has ended.
 
     `seq`: the number of a collective that this peer has completed and others have not; else 0.
+    `abandoned`: the caller left by an exception; if false, its time is up.
     """
 
     call: U64
     seq: U64 = 0
+    abandoned: bool = False
+
+    def failure(self, caller: object) -> tuple[Result, str, Cause]:
+        """What the call's other callers get."""
+        if self.abandoned:
+            why = f"{caller} has left by an exception, and waited no longer"
+            return Result.RANK_CONNECTION_LOST, why, Cause.OTHER
+        return Result.TIMEOUT, f"{caller} waited no longer", Cause.TIMEOUT
 
 
 class Unreached(PeerNotice, tag=11):

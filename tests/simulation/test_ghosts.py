@@ -123,7 +123,7 @@ def test_a_caller_taken_by_an_exception_stays() -> None:
 def test_the_next_call_waits_for_the_ghost_in_its_place() -> None:
     peer = member(2)
     peer.collective(Collective(2, 0, WORK, DATA))
-    assert said(peer.cancel(2)) == [m.Withdraw(2)]
+    assert said(peer.cancel(2)) == [m.Withdraw(2, abandoned=True)]
     assert not said(peer.collective(Collective(3, 0, WORK, DATA)))
     assert [type(one) for one in said(peer.collective(Collective(4, 1, WORK, DATA)))] == [
         m.StartVote
@@ -162,7 +162,7 @@ def test_a_complete_call_is_restored_when_its_caller_goes() -> None:
     peer.received(m.Started(2, 5, 1))
     peer.engine_complete(2, False, 0, 0)
     actions = peer.cancel(2)
-    assert effects.AbortOp(2) in actions and said(actions) == [m.Withdraw(2, 5)]
+    assert effects.AbortOp(2) in actions and said(actions) == [m.Withdraw(2, 5, True)]
     peer.engine_settled(2, 0, 0)
     assert not peer.received(m.Finished(5, True, "")), "others may have it; nothing is left here"
 

@@ -99,6 +99,27 @@ def test_a_stalled_synchronization_is_planned_again_a_few_times() -> None:
     assert sorted(run.master.peers) == [1, 2, 3]
 
 
+def test_a_receiver_that_the_holder_cannot_connect_to_costs_a_synchronization_only_itself() -> None:
+    """Peer 2 holds the state of peers 1 and 3, and cannot connect to peer 3."""
+    run = ManualRun(3)
+    unreached(run, b"2", 3)
+    run.perform(run.master.feed(Dialled(3, "")))
+    for conn, content in ((b"1", b"old"), (b"2", b"new"), (b"3", b"old")):
+        manifest = m.Manifest(int(content == b"new"), 0, (m.Entry("x", 10, 4, False, content),))
+        run.say(conn, m.SyncVote(2, manifest))
+    for _ in range(STALLS_MAX):
+        assert sorted(run.master.peers) == [1, 2, 3]
+        plan = run.last(b"2")
+        assert isinstance(plan, m.SyncPlan) and plan.serve == (1, 3)
+        run.say(b"2", m.Stalled(1, plan.seq, "no lane stood within 6 s"))
+    assert "peer 2 (10.0.0.1:1) could not send the shared state" in run.dropped[b"3"]
+    plan = run.last(b"1")
+    assert isinstance(plan, m.SyncPlan)
+    run.say(b"1", m.FetchedVote(plan.seq, True))
+    for conn in (b"1", b"2"):
+        assert isinstance(run.last(conn), m.SyncResult)
+
+
 def test_the_peer_that_reaches_no_other_is_dropped() -> None:
     run = ManualRun(3)
     commit(run)
@@ -338,6 +359,13 @@ def test_all_peers_get_the_causes_timeout_and_loss() -> None:
         run.say(conn, m.FinishVote(seq, False))
     assert told_of_failure(run, b"3")[0] is m.Cause.TIMEOUT
     assert "peer 1 (10.0.0.1:1) waited no longer for" in told_of_failure(run, b"3")[1]
+    seq = run.start()
+    run.say(b"1", m.FinishVote(seq, True))
+    run.say(b"1", m.Withdraw(2, seq, abandoned=True))
+    for conn in (b"2", b"3"):
+        run.say(conn, m.FinishVote(seq, False))
+    assert told_of_failure(run, b"3")[0] is m.Cause.OTHER
+    assert "has left by an exception" in told_of_failure(run, b"3")[1]
     seq = run.start()
     run.perform(run.master.feed(Disconnected((b"3",), "its connection broke")))
     for conn in (b"1", b"2"):

@@ -316,7 +316,7 @@ def test_a_synchronization_ends_when_all_have_fetched(ok: bool) -> None:
     syncs.fetched(2, m.FetchedVote(plan.seq, ok, "why"))
     assert (0 in syncs.current) is not ok
     assert [type(one) for one in table.said()[1]] == [m.SyncResult if ok else m.SyncPlan]
-    assert syncs.withdraw(1, 0) is not ok
+    assert syncs.withdraw(1, m.Withdraw(0)) is not ok
 
 
 def test_an_accusation_is_checked_by_a_dial_before_anybody_goes() -> None:

@@ -440,14 +440,14 @@ class Collectives(RunPart):
             self.interrupt(self._table.of_group(group), why)
         return True
 
-    def withdraw(self, number: int, seq: int) -> bool:
+    def withdraw(self, number: int, withdraw: m.Withdraw) -> bool:
         """Withdraws a caller from a collective. Returns False if the collective does not run."""
-        running = self._table.get(seq)
+        running = self._table.get(withdraw.seq)
         if running is None or number not in running.members:
             return False
+        _, why, cause = withdraw.failure(self._membership.info(number))
         late = self._membership.names(sorted(running.missing))
-        why = f"{self._membership.info(number)} waited no longer for {late}"
-        self.interrupt([running], why, m.Cause.TIMEOUT)
+        self.interrupt([running], f"{why} for {late}", cause)
         return True
 
     def resolve(self, running: Running, why: str) -> None:

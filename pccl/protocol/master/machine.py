@@ -103,7 +103,7 @@ class Master:
             m.Unreached: self.run.accusations.unreached,
             m.RendezvousRequest: self.run.clients.rendezvous.request,
             m.Stalled: self._stalled,
-            m.Withdraw: lambda number, one: self.run.withdraw(number, one.call, one.seq),
+            m.Withdraw: self.run.withdraw,
         }
         self._handlers: dict[type, Callable[[Any], None]] = {
             inputs.Hello: self._hello,

@@ -233,14 +233,14 @@ class Run:
 
     # ---- patience ----
 
-    def withdraw(self, number: int, call: int, seq: int) -> None:
+    def withdraw(self, number: int, withdraw: m.Withdraw) -> None:
         """Withdraws a peer's call. Does nothing if its answer is already on the way."""
         if not (
-            self.collectives.withdraw(number, seq)
-            or self.synchronizations.withdraw(number, call)
-            or self.optimizations.withdraw(number, call)
+            self.collectives.withdraw(number, withdraw)
+            or self.synchronizations.withdraw(number, withdraw)
+            or self.optimizations.withdraw(number, withdraw)
         ):
-            self.voting.withdraw(number, call)
+            self.voting.withdraw(number, withdraw.call)
 
     def waits(self) -> Iterator[tuple[object, Iterable[int], str]]:
         yield from self.voting.waits()

@@ -459,7 +459,8 @@ class Synchronizations(RunPart):
         """Handles a holder whose data may have been lost: plans again, over new streams.
 
         Receivers keep what they have. No peer is blamed for a broken connection. If too many break,
-        all members get an error.
+        a receiver is dropped that the holder could not connect to, or the reverse; if there is
+        none, all members get an error.
         """
         sync = self.of(number)
         if sync is None or sync.seq != stalled.seq:
@@ -467,20 +468,26 @@ class Synchronizations(RunPart):
         sync.stalls += 1
         info = self._membership.info(number)
         why = f"{info} could not send the shared state: {stalled.why}"
+        blame, proven = self._groups[sync.group].blame, self._groups.proven(sync.group)
+        served = (one for one, transfer in sync.transfers.items() if number in transfer.holders)
+        apart = [one for one in served if blame.between(number, one, proven)]
         if sync.stalls < STALLS_MAX:
             self._outbox.note(why)
             self._elect(sync)
+        elif apart:  # not the holder: without it, others may lack the state
+            sync.stalls = 0
+            why = f"it took part in {STALLS_MAX} failed transfers of shared state: {why}"
+            self._dismissals.dismiss(max(apart), why, Result.RANK_CONNECTION_FAILED)
         else:
             why = f"data was lost {sync.stalls} times in one synchronization; the last time {why}"
             self._fail(sync, Result.RANK_CONNECTION_LOST, why)
 
-    def withdraw(self, number: int, call: int) -> bool:
+    def withdraw(self, number: int, withdraw: m.Withdraw) -> bool:
         """Withdraws a caller, which ends its synchronization for all; False if it is in none."""
         sync = self.of(number)
-        if sync is None or sync.members[number].call != call:
+        if sync is None or sync.members[number].call != withdraw.call:
             return False
-        why = f"{self._membership.info(number)} waited no longer"
-        self._fail(sync, Result.TIMEOUT, why, m.Cause.TIMEOUT)
+        self._fail(sync, *withdraw.failure(self._membership.info(number)))
         return True
 
     def lose(self, group: int, lost: Iterable[int]) -> None:

@@ -481,17 +481,17 @@ class Optimizations(RunPart):
         elif not optimization.measuring:
             self._probe(optimization)
 
-    def withdraw(self, number: int, call: int) -> bool:
+    def withdraw(self, number: int, withdraw: m.Withdraw) -> bool:
         """Withdraws a caller, which ends its optimization for all; False if it is in none.
 
         The rings stay as they are.
         """
         optimization = self.current
-        if optimization is None or optimization.calls.get(number) != call:
+        if optimization is None or optimization.calls.get(number) != withdraw.call:
             return False
         self.current = None
-        why = f"{self._membership.info(number)} waited no longer"
-        self._outbox.fail_all(optimization.calls, OPTIMIZE, Result.TIMEOUT, why, m.Cause.TIMEOUT)
+        failure = withdraw.failure(self._membership.info(number))
+        self._outbox.fail_all(optimization.calls, OPTIMIZE, *failure)
         return True
 
     def _end(self, optimization: Optimization) -> None:

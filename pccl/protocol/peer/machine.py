@@ -247,7 +247,7 @@ class Peer:
             if one is not None:
                 one.impatient = True
             self._withdrawals[call] = why
-            self._send_withdraw(call)
+            self._send_withdraw(call, abandoned=False)
         return self._outbox.take()
 
     def cancel(self, call: int) -> list[Effect]:
@@ -257,7 +257,7 @@ class Peer:
             if one is not None and one.state is State.RUNNING:
                 self.collectives.stop(one, GONE, m.Cause.OTHER, abandoned(call))
             else:
-                self._send_withdraw(call)
+                self._send_withdraw(call, abandoned=True)
                 self._release(abandoned(call))
         return self._outbox.take()
 
@@ -274,12 +274,12 @@ class Peer:
         elif self._abandoned.forget(call):
             self._outbox.do(fail)
 
-    def _send_withdraw(self, call: int) -> None:
+    def _send_withdraw(self, call: int, abandoned: bool) -> None:
         one = self.collectives.by_call.get(call)
         if call in self.votes or self.transfers.of(call):
-            self._outbox.send(m.Withdraw(call))
+            self._outbox.send(m.Withdraw(call, abandoned=abandoned))
         elif one is not None and one.outcome is None:
-            self._outbox.send(m.Withdraw(call, one.seq))
+            self._outbox.send(m.Withdraw(call, one.seq, abandoned))
 
     def _succeeded_without(self, call: int, what: str) -> None:
         """A call has succeeded for the others after its caller had left."""

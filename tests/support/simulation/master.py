@@ -122,10 +122,12 @@ class Watched(Master):
         """No peer of a majority gets an error, unless a send or recv is in the way."""
         if all(round_.id.kind is not Kind.PAIR for round_ in rounds):
             groups = [round_.id.group for round_ in rounds if round_.id.group is not None]
-            members = self.run.membership.accepted(groups[0] if groups else None)
             for mine, camp in self._camps():
                 others = {n for one in rounds if one is not mine for n in one.votes}
-                most = mine in rounds and self._most(members, camp - others)
+                # a round of the whole run may also be split between groups
+                scopes = {groups[0] if groups else None, mine.id.group}
+                members = [self.run.membership.accepted(scope) for scope in scopes]
+                most = mine in rounds and all(self._most(one, camp - others) for one in members)
                 assert not most, f"most ask for the same, and got an error: {self._why}"
         self.parted([(n, c, one.id) for one in rounds for n, c in one.calls.items()], self._why)
 

@@ -398,7 +398,7 @@ class Facade:
     def _check(self, end: End) -> None:
         if self.lawful and isinstance(end, Fail) and not self.play.forgetful:
             assert end.fault is not Fault.MISMATCH or self.play.split, end
-        if isinstance(end, Fail) and not self.play.given_up:
+        if isinstance(end, Fail) and not self.play.timed_out:
             assert end.fault is not Fault.TIMEOUT, end
         if isinstance(end, Fail) and end.fault is Fault.PEER_LOST:
             assert self.play.lossy(self.peer.group), end
@@ -414,7 +414,7 @@ class ProgramRun(HostileRun):
         self.loss_rate = scenario.loss_rate
         if scenario.graces:
             self.graces = [None, *(Grace(n, s) for n in (1, 2) for s in (0.0, 0.05, 2.0))]
-        self.given_up = False  # whether any caller has ever given up
+        self.timed_out = self.abandoned = False  # whether any caller ever was, or left its call
         self.begun = False  # whether any has wanted some peers to begin with; all in it are told
         self.positions: dict[tuple[int, int], int] = {}  # in lawful calls, after an admission
         self._of: dict[int, SimPeer] = {}  # peers by their number in the scenario
@@ -463,7 +463,8 @@ class ProgramRun(HostileRun):
         return bool(
             self.failure_rate
             or self.losses
-            or self.given_up
+            or self.timed_out
+            or self.abandoned
             or self.incarnation
             or self.members_max
             or any(p.left or not p.alive or p.machine.over or p.severed for p in others)
@@ -531,11 +532,12 @@ class ProgramRun(HostileRun):
         ]
         calls = [(peer, call) for peer, call in calls if peer.calls_open[call].what != "connect"]
         if calls:
-            self.given_up = True
             peer, call = self.random.choice(calls)
             if taken:
+                self.abandoned = True
                 peer.cancel(call)
             else:
+                self.timed_out = True
                 peer.time_out(call)
         return bool(calls)
 

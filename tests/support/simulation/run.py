@@ -294,7 +294,11 @@ class SimulatedRun:
         If one died before it was accepted, a restarted master may give its number to another.
         """
         found = [peer for peer in self.peers if peer.machine.number == number]
-        return max(found, key=lambda p: (p.alive, p.machine.knowledge.run == run), default=None)
+
+        def likely(peer: SimPeer) -> tuple[bool, ...]:  # a restarted master may reuse a number
+            return peer.alive, peer.machine.knowledge.run == run, self.master.knows(peer.conn)
+
+        return max(found, key=likely, default=None)
 
     def blocked(self, peer: SimPeer, number: int) -> bool:
         """Whether a peer can open no stream to another one."""
@@ -409,7 +413,7 @@ class SimulatedRun:
             peer.left
             or (peer.severed and GIVEN_UP.why in why)
             or (self.incarnation and GIVEN_UP.why in why)
-            or ("could not reach" in why and self.may_go(peer))
+            or (("could not reach" in why or "failed transfers" in why) and self.may_go(peer))
             # it had hardly said hello
             or ((self.incarnation or peer.severed) and not peer.machine.number)
             or (self.incarnation and not self.journaled and "started another run" in why)

@@ -19,7 +19,8 @@ def insist(call: Callable[[], Waits[End]]) -> Waits[effects.Answer]:
         end = yield from call()
         if isinstance(end, effects.Answer):
             return end
-        assert end.fault is effects.Fault.TIMEOUT or "data was lost" in end.why, end
+        retried = end.fault is effects.Fault.TIMEOUT or "by an exception" in end.why
+        assert retried or "data was lost" in end.why, end
 
 
 def synchronize(peer: SimPeer) -> Waits[None]:

@@ -59,16 +59,14 @@ class Eager:
         if self._run.random.random() < 0.2 or not all(stream.up for stream in streams):
             return
         for ring, stream in enumerate(streams):
-            for to in self._run.peers:
-                if (
-                    to.machine.knowledge.run == machine.knowledge.run
-                    and to.machine.number == stream.to
-                ):
-                    epoch = machine.knowledge.plan.nonce, machine.knowledge.plan.epoch
-                    chunk = Chunk(engine, stream.number, to.engine, ring, op.tag, op.number, *epoch)
-                    op.sent.append(chunk)
-                    self.under_way.append(chunk)
-                    self.sent += 1
+            run, plan = machine.knowledge.run, machine.knowledge.plan
+            to = self._run.bearer(stream.to, run)
+            if to is not None and to.machine.knowledge.run == run:
+                place = stream.number, to.engine, ring
+                chunk = Chunk(engine, *place, op.tag, op.number, plan.nonce, plan.epoch)
+                op.sent.append(chunk)
+                self.under_way.append(chunk)
+                self.sent += 1
 
     def start(self, engine: SimEngine, op: Op, calls: Sequence[int]) -> None:
         """The engine goes on where it has begun, if it is on the same streams, and takes what its
