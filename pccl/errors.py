@@ -87,7 +87,7 @@ class PCCLError(RuntimeError):
 
 
 class PeerLostError(PCCLError):
-    """Another peer was lost during a collective; the peer that gets this error is not at fault.
+    """Another peer was lost during a call, or an exception such as Ctrl-C has ended its call.
 
     The communicator is usable, world sizes are up to date, and the send buffer is unchanged. Call
     the collective again: it runs with the remaining peers.
