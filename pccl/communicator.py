@@ -482,7 +482,7 @@ class Communicator(Closing):
             rank = self.rank
             try:
                 gathered = self.all_gather(own)
-            except (PeerLostError, PCCLTimeoutError):
+            except PeerLostError:
                 pass
             except TooFewPeersError:
                 return
