@@ -305,8 +305,8 @@ def test_a_dropped_peer_keeps_exactly_what_no_other_can_have(
         whole = taken - 3 if mode == "streaming" else taken  # the last steps end with their peer
         for step in range(whole):
             share = float(shares[number, step])
-            if number == 2 and step in gone:
-                assert share == 0
+            if number == 2 and step in gone:  # in none, or in one that had completed
+                assert share == 0 or share == pytest.approx(1 / 3)
             else:
                 share /= decay if number == 2 and step in kept else 1.0
                 assert (SHARES - share).abs().min() < 1e-5, (number, step, share)
