@@ -87,8 +87,9 @@ class PCCLError(RuntimeError):
 
 
 class PeerLostError(PCCLError):
-    """Another peer was lost during a call, or an exception such as Ctrl-C has ended its call.
+    """Another peer was lost during a call, or has left it by an exception such as Ctrl-C.
 
+    The peer that gets this error is not at fault.
     The communicator is usable, world sizes are up to date, and the send buffer is unchanged. Call
     the collective again: it runs with the remaining peers.
     """

@@ -162,7 +162,7 @@ def test_a_complete_call_is_restored_when_its_caller_goes() -> None:
     peer.received(m.Started(2, 5, 1))
     peer.engine_complete(2, False, 0, 0)
     actions = peer.cancel(2)
-    assert effects.AbortOp(2) in actions and said(actions) == [m.Withdraw(2, 5, True)]
+    assert effects.AbortOp(2) in actions and said(actions) == [m.Withdraw(2, 5, abandoned=True)]
     peer.engine_settled(2, 0, 0)
     assert not peer.received(m.Finished(5, True, "")), "others may have it; nothing is left here"
 

@@ -459,8 +459,8 @@ class Synchronizations(RunPart):
         """Handles a holder whose data may have been lost: plans again, over new streams.
 
         Receivers keep what they have. No peer is blamed for a broken connection. If too many break,
-        a receiver is dropped that the holder could not connect to, or the reverse; if there is
-        none, all members get an error.
+        a receiver is dropped if it could not connect to the holder, or the holder to it; if there
+        is none, all members get an error.
         """
         sync = self.of(number)
         if sync is None or sync.seq != stalled.seq:
@@ -468,13 +468,14 @@ class Synchronizations(RunPart):
         sync.stalls += 1
         info = self._membership.info(number)
         why = f"{info} could not send the shared state: {stalled.why}"
-        blame, proven = self._groups[sync.group].blame, self._groups.proven(sync.group)
-        served = (one for one, transfer in sync.transfers.items() if number in transfer.holders)
-        apart = [one for one in served if blame.between(number, one, proven)]
         if sync.stalls < STALLS_MAX:
             self._outbox.note(why)
             self._elect(sync)
-        elif apart:  # not the holder: without it, others may lack the state
+            return
+        blame, proven = self._groups[sync.group].blame, self._groups.proven(sync.group)
+        served = (one for one, transfer in sync.transfers.items() if number in transfer.holders)
+        apart = [one for one in served if blame.between(number, one, proven)]
+        if apart:  # not the holder: without it, others may lack the state
             sync.stalls = 0
             why = f"it took part in {STALLS_MAX} failed transfers of shared state: {why}"
             self._dismissals.dismiss(max(apart), why, Result.RANK_CONNECTION_FAILED)

@@ -414,7 +414,8 @@ class ProgramRun(HostileRun):
         self.loss_rate = scenario.loss_rate
         if scenario.graces:
             self.graces = [None, *(Grace(n, s) for n in (1, 2) for s in (0.0, 0.05, 2.0))]
-        self.timed_out = self.abandoned = False  # whether any caller ever was, or left its call
+        self.timed_out = False  # whether a caller's time was ever up
+        self.abandoned = False  # whether a caller ever left by an exception
         self.begun = False  # whether any has wanted some peers to begin with; all in it are told
         self.positions: dict[tuple[int, int], int] = {}  # in lawful calls, after an admission
         self._of: dict[int, SimPeer] = {}  # peers by their number in the scenario
