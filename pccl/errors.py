@@ -89,9 +89,8 @@ class PCCLError(RuntimeError):
 class PeerLostError(PCCLError):
     """Another peer was lost during a call, or has left it by an exception such as Ctrl-C.
 
-    The peer that gets this error is not at fault.
-    The communicator is usable, world sizes are up to date, and the send buffer is unchanged. Call
-    the collective again: it runs with the remaining peers.
+    The peer that gets this error is not at fault. The communicator is usable, world sizes are up to
+    date, and the send buffer is unchanged. Call again: the call runs with the remaining peers.
     """
 
     remedy = "call again: inputs are unchanged, and the next attempt runs without the lost peer"
