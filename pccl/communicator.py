@@ -224,6 +224,7 @@ class Communicator(Closing):
 
         Raises:
             PCCLError: INVALID_USAGE before `connect`.
+            KickedError, MasterLostError: this peer is no longer in the run.
         """
         world = self._membership.seen("get_attribute").world
         match attribute:
@@ -239,7 +240,7 @@ class Communicator(Closing):
 
     @property
     def world_size(self) -> int:
-        """Number of accepted peers in this group. PCCLError INVALID_USAGE before `connect`."""
+        """Number of accepted peers in this group. Raises as `get_attribute`."""
         return self.get_attribute(Attribute.LOCAL_WORLD_SIZE)
 
     @property
