@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pccl.protocol.peer.effects import Answer, Fail, Fetched
+from pccl.protocol.peer.effects import Answer, Fail, Fetched, Measure
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline
 from pccl.runtime.client.control import PendingCalls
@@ -65,6 +65,27 @@ def test_an_interrupt_of_a_long_wait_has_no_context(monkeypatch: pytest.MonkeyPa
     with pytest.raises(KeyboardInterrupt) as caught:
         Deadline(None).next(Interrupted(), Call(1))  # type: ignore[arg-type]
     assert caught.value.__context__ is None
+
+
+def test_a_time_limit_holds_while_notes_come_without_a_pause() -> None:
+    late = []
+
+    class Client:
+        def time_out(self, call: Call, why: str) -> None:
+            late.append(call.number)
+
+        inquire = None
+
+    call, again = Call(1), Call(2)
+    deadline = Deadline(0.0)
+    for _ in range(3):
+        call.put(Measure(1, 5, (2,)))
+        assert deadline.next(Client(), call) == Measure(1, 5, (2,))  # type: ignore[arg-type]
+    call.put(Answer(1, None))
+    assert deadline.next(Client(), call) == Answer(1, None)  # type: ignore[arg-type]
+    again.put(Answer(2, None))
+    assert deadline.next(Client(), again) == Answer(2, None)  # type: ignore[arg-type]
+    assert late == [1]
 
 
 def test_a_pause_counts_against_no_peer() -> None:

@@ -187,9 +187,14 @@ class Deadline:
             if self._at is not None and self._late is not call:
                 until.append(self._at - time.monotonic())
             note = call.next(max(0.0, min(until)))
+            if self.left_s == 0 and self._late is not call and call.end is None:
+                self._late = call  # even if there is a note: notes may come without a pause
+                client.time_out(call, f"its caller gave up after {self._timeout_s:g} s")
             if note is not None:
                 return note
-            self._notice(client, call)
+            call.quiet = call.quiet or Quiet(call.began_s)
+            if call.quiet.is_over:
+                client.inquire(call)
             if time.monotonic() >= due:
                 return None
 
@@ -202,16 +207,6 @@ class Deadline:
         except StopIteration as end:
             result: T = end.value
             return result
-
-    def _notice(self, client: Caller, call: Call) -> None:
-        """No note came: withdraws the call if its time is up, or logs what it waits for."""
-        if self._at is not None and self._late is not call and time.monotonic() >= self._at:
-            self._late = call
-            client.time_out(call, f"its caller gave up after {self._timeout_s:g} s")
-            return
-        call.quiet = call.quiet or Quiet(call.began_s)
-        if call.quiet.is_over:
-            client.inquire(call)
 
 
 SAMPLES = 64
