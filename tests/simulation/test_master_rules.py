@@ -8,7 +8,7 @@ from simulation.manual import ENTRY, OTHER, RUN, WORK, ManualRun, member, resume
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.inputs import Dialled, Disconnected, Farewell, Resume, Tick
-from pccl.protocol.master.synchronizations import STALLS_MAX
+from pccl.protocol.master.synchronizations import STALLS_MAX, SYNC_ATTEMPTS_MAX
 from pccl.protocol.master.topology import ATTEMPTS
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.calls import Collective
@@ -118,6 +118,28 @@ def test_a_receiver_that_the_holder_cannot_connect_to_costs_a_synchronization_on
     run.say(b"1", m.FetchedVote(plan.seq, True))
     for conn in (b"1", b"2"):
         assert isinstance(run.last(conn), m.SyncResult)
+
+
+def test_the_only_peer_with_the_state_is_not_dropped_because_others_cannot_fetch_it() -> None:
+    """Peers 2 and 3 are newcomers, whose own content the first transfer may have overwritten."""
+    run = ManualRun(1)
+    run.say(b"1", m.SyncVote(2, m.Manifest(5, 0, (m.Entry("x", 10, 4, False, b"new"),))))
+    for conn in (b"2", b"3"):
+        run.join(conn)
+    run.say(b"1", m.TopologyVote(1))
+    for conn, content in ((b"1", b"new"), (b"2", b"old"), (b"3", b"old")):
+        manifest = m.Manifest(5 * (content == b"new"), 0, (m.Entry("x", 10, 4, False, content),))
+        run.say(conn, m.SyncVote(2, manifest))
+    for _ in range(SYNC_ATTEMPTS_MAX):
+        for conn in (b"2", b"3"):
+            plan = run.last(conn)
+            assert isinstance(plan, m.SyncPlan) and plan.in_place
+            run.say(conn, m.FetchedVote(plan.seq, False, "the data has another digest"))
+            assert 1 in run.master.peers
+    assert sorted(run.master.peers) == [1]
+    for conn in (b"2", b"3"):
+        assert "3 failed transfers of shared state: the data has" in run.dropped[conn]
+    assert isinstance(run.last(b"1"), m.SyncResult)
 
 
 def test_the_peer_that_reaches_no_other_is_dropped() -> None:

@@ -108,11 +108,7 @@ def elect(
     kicks = _impossible_strategies(manifests, newcomers)
     if kicks:
         return Decision(0, kicks=kicks)
-    standing = {  # the candidates
-        peer: manifest
-        for peer, manifest in manifests.items()
-        if manifest.strategy != RECEIVE_ONLY and manifest.whole
-    }
+    standing = _candidates(manifests)
     if not standing:
         raise Rejection(_nobody_offers(manifests), Result.NO_SHARED_STATE_AVAILABLE)
     veterans = {peer: manifest for peer, manifest in standing.items() if peer not in newcomers}
@@ -147,6 +143,14 @@ def elect(
             in_place = manifest.torn or _worthless(manifest, revision, last, peer in newcomers)
             transfers[peer] = Transfer(wanted, digests, able, diverged, in_place)
     return Decision(revision, transfers, refused=refused)
+
+
+def _candidates(manifests: Mapping[int, Manifest]) -> dict[int, Manifest]:
+    return {
+        peer: manifest
+        for peer, manifest in manifests.items()
+        if manifest.strategy != RECEIVE_ONLY and manifest.whole
+    }
 
 
 def _worthless(manifest: Manifest, revision: int, last: int | None, newcomer: bool) -> bool:
@@ -331,6 +335,14 @@ class Sync:
     since_s: float = 0.0  # when the last peer entered it
     progress: dict[int, int] = field(default_factory=dict)  # thousandths, by receiver
 
+    @property
+    def manifests(self) -> dict[int, Manifest]:
+        """The members' manifests, without the entries that transfers may have overwritten."""
+        return {
+            number: vote.payload.overwritten(self.overwritten.get(number, ()))
+            for number, vote in self.members.items()
+        }
+
 
 class Synchronizations(RunPart):
     """Elects content and plans transfers, and repeats this if a member is lost or a fetch fails."""
@@ -367,11 +379,7 @@ class Synchronizations(RunPart):
         if not sync.members:
             del self.current[sync.group]
             return
-        manifests = {
-            number: vote.payload.overwritten(sync.overwritten.get(number, ()))
-            for number, vote in sync.members.items()
-        }
-        state = self._history.of(sync.group)
+        state, manifests = self._history.of(sync.group), sync.manifests
         joined = frozenset(sync.members.keys() - state.holders)
         try:
             decision = elect(manifests, state.revision, joined, state.repeatable)
@@ -438,8 +446,10 @@ class Synchronizations(RunPart):
     def _blame(self, sync: Sync, number: int, why: str) -> None:
         """After a failed fetch, drops a peer involved in too many of these, or plans again."""
         holders = sync.transfers[number].holders
-        # if a receiver fails with several holders, it is the suspect
-        suspects = (number, *holders) if len(holders) == 1 else (number,)
+        # a receiver that fails with several holders is the suspect; so is one whose holder is the
+        # only peer left with a whole state, because the others could not go on without that one
+        spared = len(holders) > 1 or _candidates(sync.manifests).keys() == {*holders}
+        suspects = (number,) if spared else (number, *holders)
         for suspect in suspects:
             sync.failures[suspect] = sync.failures.get(suspect, 0) + 1
         guilty = [s for s in suspects if sync.failures[s] >= SYNC_ATTEMPTS_MAX]
