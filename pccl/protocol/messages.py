@@ -602,7 +602,7 @@ class Withdraw(FromPeer, tag=9):
     def failure(self, caller: object) -> tuple[Result, str, Cause]:
         """What the call's other callers get."""
         if self.abandoned:
-            why = f"{caller} has left by an exception, and waited no longer"
+            why = f"{caller} has left by an exception"
             return Result.RANK_CONNECTION_LOST, why, Cause.OTHER
         return Result.TIMEOUT, f"{caller} waited no longer", Cause.TIMEOUT
 

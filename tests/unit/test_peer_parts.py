@@ -14,7 +14,6 @@ from pccl.protocol import messages as m
 from pccl.protocol.peer.calls import (
     CONFIRMING,
     ENTERING,
-    GONE,
     Collective,
     Collectives,
     Votes,
@@ -251,7 +250,7 @@ def test_a_caller_that_has_left_has_no_result_to_vote_for(parts: PeerParts) -> N
     parts.collectives.release(one, timed_out(1, "late"))
     assert len(parts.done) == 1
     parts.collectives.start(m.Started(1, 9, 5, b"abcd"))
-    assert parts.done == [Send(m.FinishVote(9, False, GONE))]
+    assert parts.done == [Send(m.FinishVote(9, False, "late"))]
 
 
 def test_a_transfer_serves_fetches_and_ends(parts: PeerParts) -> None:

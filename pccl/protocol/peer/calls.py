@@ -130,6 +130,11 @@ class Collective:
         return m.StartVote(self.call, *what, heard, self.stuck, *self.rows, self.pair)
 
     @property
+    def why(self) -> str:
+        """Why this peer votes no."""
+        return self.broken[:WHY_MAX] if self.parting is None else self.parting.why
+
+    @property
     def title(self) -> str:
         return f"{self.work} with tag {self.tag}"
 
@@ -152,7 +157,7 @@ class Collective:
         return MOVING if self.pair else "while its data went around the ring"
 
 
-GONE = "its caller waits no longer"
+GONE = "its caller has left by an exception"
 WHY_MAX = 1000  # characters of a reason that is sent to the master
 
 _FAULTS: dict[int, Fault] = {
@@ -394,12 +399,11 @@ class Collectives(PeerPart):
         seq = started.seq
         self.started[seq] = one
         if not one.move(Event.STARTED):
-            why = one.broken[:WHY_MAX] if one.parting is None else GONE
-            self._outbox.send(m.FinishVote(seq, False, why, one.cause))
+            self._outbox.send(m.FinishVote(seq, False, one.why, one.cause))
             return
         if one.impatient:  # it started while the vote was being taken back
-            fail = timed_out(one.call, self._withdrawals.get(one.call, GONE))
-            self.stop(one, GONE, m.Cause.TIMEOUT, fail)
+            why = self._withdrawals[one.call]
+            self.stop(one, why, m.Cause.TIMEOUT, timed_out(one.call, why))
             return
         if one.pair:
             self._start_send(one, started)
@@ -430,7 +434,7 @@ class Collectives(PeerPart):
         """A small collective has its result, which is not final."""
         self.started[one.seq] = one
         if not one.move(Event.RESULT):
-            self._outbox.send(m.FinishVote(one.seq, False, GONE))
+            self._outbox.send(m.FinishVote(one.seq, False, one.why))
             return
         one.data, one.whole = data, True
         self._outbox.send(m.FinishVote(one.seq, True))
