@@ -32,7 +32,7 @@ def trained(address: str, mode: str, options: dict[str, Any], tmp_path: Path) ->
         def run() -> Any:
             given = dict(options)
             if given.pop("ledger", False):
-                given["ledger"] = Ledger(1 << 30, share=1000, peers_max=4)
+                given["ledger"] = Ledger(1 << 40, share=1 << 30, peers_max=4)
             if given.pop("checkpoints", False):
                 given["checkpoints"] = Checkpoints(tmp_path, every=1)
             model = Buffered()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -12,7 +13,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from peers.cluster import Cluster, in_threads
-from peers.processes import Worker, agree
+from peers.processes import PROGRAMS, Reporter, Worker, agree
+from peers.waiting import PATIENCE_S
 
 import pccl
 
@@ -80,6 +82,44 @@ def test_kill_one_of_three_in_any_collective(workers: Start) -> None:
 @pytest.mark.timeout(900)
 def test_kill_one_of_three_fifty_times_in_any_collective(workers: Start) -> None:
     churn(workers, kills=50, count=500_009, seed=int(time.time()), what="all")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP on this platform")
+@pytest.mark.parametrize(
+    ("count", "times"),
+    [
+        (1_000_000, 3),
+        pytest.param(1000, 40, marks=pytest.mark.slow),
+        pytest.param(1_000_000, 40, marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_beside_a_stopped_peer_ends_no_other(count: int, times: int) -> None:
+    """The others get PeerLostError, which `run` handles, and not a time-out."""
+    script = PROGRAMS / "interrupted.py"
+    with pccl.MasterNode("127.0.0.1:0") as master, contextlib.ExitStack() as stack:
+        peers = [Reporter(script, master.address, count, patience_s=PATIENCE_S) for _ in range(3)]
+        for peer in peers:
+            stack.callback(peer.kill)
+
+        def go_on() -> None:
+            """Returns when all have made a new step together."""
+            done = max(report.get("step", 0) for peer in peers for report in [{}, *peer.reports])
+            for peer in peers:
+                peer.wait_for(lambda report: report.get("step", 0) > done + 3)
+
+        for turn in range(times):
+            go_on()
+            stopped, interrupted = peers[turn % 3], peers[(turn + 1 + turn // 3 % 2) % 3]
+            blows = (
+                (stopped, signal.SIGSTOP),
+                (interrupted, signal.SIGINT),
+                (stopped, signal.SIGCONT),
+            )
+            for who, blow in blows:
+                time.sleep(random.random() * 0.2)  # any moment of a step will do
+                os.kill(who.process.pid, blow)
+            interrupted.wait_for(lambda report: "interrupted" in report)
+        go_on()
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP on this platform")
