@@ -1,4 +1,4 @@
-"""A program that calls `run` again whenever Ctrl-C has ended it; reports its steps as JSON, not all.
+"""A program that calls `run` again whenever Ctrl-C has ended it; reports some steps as JSON.
 
 python interrupted.py MASTER COUNT
 """
